@@ -1,0 +1,52 @@
+"""Early-exit image classifiers: train them, measure them, run them so that skipped work is really skipped."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+# Names are imported on first use: a box that only serves needs no training code.
+_HOME = {
+    "EvalSummary": "offramp.evaluate",
+    "ExitCost": "offramp.models.cost",
+    "ExitNet": "offramp.models.exits",
+    "RunConfig": "offramp.config",
+    "create_model": "offramp.models.registry",
+    "evaluate_run": "offramp.evaluate",
+    "exit_costs": "offramp.models.cost",
+    "list_models": "offramp.models.registry",
+    "list_recipes": "offramp.config",
+    "load_dataset": "offramp.data",
+    "load_model": "offramp.models.store",
+    "load_recipe": "offramp.config",
+    "register_model": "offramp.models.registry",
+    "train_run": "offramp.train",
+    "with_settings": "offramp.config",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+if TYPE_CHECKING:
+    from offramp.config import RunConfig, list_recipes, load_recipe, with_settings
+    from offramp.data import load_dataset
+    from offramp.evaluate import EvalSummary, evaluate_run
+    from offramp.models.cost import ExitCost, exit_costs
+    from offramp.models.exits import ExitNet
+    from offramp.models.registry import create_model, list_models, register_model
+    from offramp.models.store import load_model
+    from offramp.train import train_run
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'offramp' has no attribute {name!r}")
+    from offramp.extras import explained
+
+    with explained():
+        return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,5 @@
+"""`python -m offramp` is the command line."""
+
+from offramp.cli import main
+
+main()

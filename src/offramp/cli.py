@@ -1,0 +1,161 @@
+"""The command line: each verb is a typed function; heavy imports happen inside it.
+
+A user's mistake is one plain sentence on standard error and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offramp import __version__
+from offramp.console import console, log_to_console, print_table
+from offramp.extras import MissingExtra, explained
+from offramp.stopping import Stopped
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Early-exit image classifiers: train them, measure them, run them.",
+)
+
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data set; digits needs none.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"offramp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+    plugin: Annotated[
+        list[str] | None,
+        typer.Option("--import", metavar="MODULE", help="Import a Python module that registers models of yours."),
+    ] = None,
+) -> None:
+    for module in plugin or []:
+        try:
+            import_module(module)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"--import {module}: {error}") from error
+
+
+@app.command()
+def models(as_json: AsJson = False) -> None:
+    """List the networks that can be created by name."""
+    from offramp.models.registry import list_models, model_entry
+
+    if as_json:
+        print(json.dumps(list_models()))
+        return
+    print_table("Models", ["name", "about"], [[name, model_entry(name).about] for name in list_models()])
+
+
+@app.command()
+def info(
+    name: Annotated[str, typer.Argument(help="A model's name, or a model or run folder.")],
+    num_classes: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
+    image_size: Annotated[int | None, typer.Option(help="Side of the images in pixels.")] = None,
+    lazy: Annotated[bool, typer.Option(help="Count what the lazy schedule runs before each exit.")] = False,
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Print what each exit of a network costs: params, the paper's mul-adds and plain MACs, cumulative."""
+    from offramp.models.describe import describe
+
+    table = describe(name, num_classes, image_size, "lazy" if lazy else None, settings or [])
+    if as_json:
+        print(json.dumps(table))
+        return
+    rows = [[str(e["exit"]), *(f"{e[key]:,}" for key in ("params", "mul_adds", "macs"))] for e in table["exits"]]
+    title = f"{table['model']}, {table['num_classes']} classes, cumulative cost of each exit"
+    print_table(title, ["exit", "params", "mul-adds", "MACs"], rows)
+
+
+@app.command()
+def recipes() -> None:
+    """List the packaged recipes and what each of them claims."""
+    from offramp.config import list_recipes, load_recipe
+
+    print_table("Recipes", ["name", "claim"], [[name, load_recipe(name).claim] for name in list_recipes()])
+
+
+@app.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A packaged recipe (see `offramp recipes`) or a TOML file.")],
+    out: Annotated[Path, typer.Option(help="The run folder to write.")],
+    settings: Settings = None,
+    data_dir: DataDir = None,
+    device: Device = "auto",
+    resume: Annotated[bool, typer.Option(help="Go on with the run in --out.")] = False,
+) -> None:
+    """Train a network into a run folder.
+
+    For example: offramp train digits-baseline --out runs/first --set train.epochs=3
+    """
+    from offramp.config import load_recipe, with_settings
+    from offramp.train import train_run
+
+    changes = list(settings or [])
+    if data_dir is not None:
+        changes.append(f"data.dir={json.dumps(str(data_dir))}")
+    config = with_settings(load_recipe(recipe).config, changes)
+    train_run(config, out, device=device, resume=resume)
+    console.print(f"trained: {out}\nnext: offramp eval {out}", highlight=False)
+
+
+@app.command("eval")
+def evaluate(
+    run: Annotated[Path, typer.Argument(help="A finished run folder.")],
+    data_dir: DataDir = None,
+    device: Device = "auto",
+) -> None:
+    """Evaluate every exit of a run on its calibration and test splits, and save the logits."""
+    from offramp.evaluate import anytime_table, evaluate_run
+
+    print_table(*anytime_table(evaluate_run(run, data_dir=data_dir, device=device)))
+    console.print(f"saved: {run / 'eval'}", highlight=False)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the demo's runs; a new one is made in it.")] = Path("runs"),
+    device: Device = "auto",
+) -> None:
+    """Train a small network on the embedded digits, evaluate it and say where everything is."""
+    from offramp.demo import run_demo
+
+    run_demo(out, device)
+
+
+def main() -> None:
+    """Run the command line; a mistake is one sentence, not a traceback."""
+    log_to_console()
+    code = 2
+    try:
+        with explained():
+            app()
+    except (ValueError, OSError, MissingExtra) as error:
+        message = str(error)
+    except KeyboardInterrupt:
+        code, message = 130, "interrupted"
+    except Stopped as error:
+        code, message = 128 + error.signum, str(error)
+    print(f"offramp: {message}", file=sys.stderr)
+    sys.exit(code)

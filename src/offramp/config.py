@@ -1,0 +1,270 @@
+"""What a run is made of: frozen dataclasses, read from TOML recipes or JSON, checked field by field.
+
+A recipe is one complete run; it may extend another and then holds only what differs. `load_recipe` finds it,
+`with_settings` applies `key=value` changes, `RunConfig.from_json` and `to_json` go to the run folder and back.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, TypeVar
+
+from offramp.choices import unknown
+
+T = TypeVar("T")
+ENVELOPE = ("schema", "recipe")
+
+
+def _at_least(low: float, default: Any) -> Any:
+    return field(default=default, metadata={"min": low})
+
+
+def _one_of(*choices: str) -> Any:
+    return field(default=choices[0], metadata={"choices": choices})
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which network. `num_classes` None takes the data set's; `overrides` go to `create_model`."""
+
+    name: str = "msdnet-tiny"
+    num_classes: int | None = _at_least(2, None)
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which data. What is None is left to the data set; what a data set does not know it refuses."""
+
+    name: str = _one_of("digits", "cifar10", "cifar100", "imagefolder")
+    dir: str | None = None
+    calibration: int | None = _at_least(0, None)
+    imbalance: float | None = _at_least(1, None)
+    train: int | None = _at_least(1, None)
+    test: int | None = _at_least(1, None)
+    image_size: int | None = _at_least(8, None)
+    workers: int | None = _at_least(0, None)
+    download: bool | None = None
+
+    def options(self) -> dict[str, Any]:
+        """The settings that go to the data set's loader."""
+        named = {k: v for k, v in asdict(self).items() if k not in ("name", "dir")}
+        return {k: v for k, v in named.items() if v is not None}
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How it is trained: SGD, the rate falling to 0 along a cosine.
+
+    A loader batch of `batch` images makes two updates of half a batch. `learning_rate` None means
+    0.1 x (batch / 2) / 64.
+    """
+
+    epochs: int = _at_least(1, 300)
+    batch: int = _at_least(2, 1024)
+    learning_rate: float | None = _at_least(0, None)
+    momentum: float = _at_least(0, 0.9)
+    weight_decay: float = _at_least(0, 1e-4)
+    nesterov: bool = False
+    precision: str = _one_of("auto", "float32", "bfloat16")
+    eval_every: int = _at_least(1, 1)
+    save_seconds: float = _at_least(0, 60.0)
+
+    @property
+    def initial_rate(self) -> float:
+        return 0.1 * (self.batch / 2) / 64 if self.learning_rate is None else self.learning_rate
+
+
+@dataclass(frozen=True)
+class WeightingConfig:
+    """How much each sample counts at each exit."""
+
+    name: str = _one_of("uniform")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One complete run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    weighting: WeightingConfig = field(default_factory=WeightingConfig)
+    seed: int = _at_least(0, 0)
+    recipe: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.train.batch % 2:
+            raise ValueError(f"train.batch must be even, it is trained on in two halves; got {self.train.batch}")
+        if self.train.nesterov and not self.train.momentum:
+            raise ValueError("train.nesterov needs train.momentum above 0")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": 1, **asdict(self)}
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> RunConfig:
+        rest = dict(value)
+        if rest.pop("schema", 1) != 1:
+            raise ValueError("this configuration was written by a newer version of offramp")
+        return parse(RunConfig, rest)
+
+
+def parse(cls: type[T], given: Any, path: str = "") -> T:
+    """Build the dataclass `cls` from nested mappings; a bad field is a sentence that names it."""
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{path or 'the configuration'} must be a table, got {given!r}")
+    assert is_dataclass(cls)
+    known = {f.name: f for f in fields(cls)}
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in given.items():
+        where = f"{path}.{key}" if path else key
+        if key not in known:
+            raise ValueError(unknown("setting", where, [f"{path}.{k}" if path else k for k in known]))
+        values[key] = _parse_field(hints[key], value, where, known[key].metadata)
+    return typing.cast(T, cls(**values))
+
+
+def _parse_field(hint: Any, value: Any, where: str, limits: Mapping[str, Any]) -> Any:
+    if is_dataclass(hint):
+        return parse(typing.cast(type, hint), value, where)
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and types.NoneType in allowed:
+        return None
+    kind = typing.get_origin(allowed[0]) or allowed[0]
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind:
+        raise ValueError(f"{where} must be {_KINDS[kind]}, got {value!r}")
+    if "choices" in limits and value not in limits["choices"]:
+        raise ValueError(unknown(where, value, limits["choices"]))
+    if "min" in limits and not value >= limits["min"]:
+        raise ValueError(f"{where} must be {limits['min']:g} or more, got {value!r}")
+    return value
+
+
+_KINDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    dict: "a table",
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A named configuration and what it claims."""
+
+    name: str
+    claim: str
+    config: RunConfig
+
+
+def list_recipes() -> list[str]:
+    """The names of the packaged recipes."""
+    return sorted(p.name.removesuffix(".toml") for p in _packaged().iterdir() if p.name.endswith(".toml"))
+
+
+def load_recipe(name_or_path: str) -> Recipe:
+    """A packaged recipe by name, or one's own by the path of its TOML file."""
+    text, name = _read_recipe(name_or_path)
+    table = _resolve(name_or_path, seen=())
+    return Recipe(name, _claim(text), parse(RunConfig, {**table, "recipe": name}))
+
+
+def with_settings(config: RunConfig, settings: Iterable[str]) -> RunConfig:
+    """Apply `key=value` changes such as `train.epochs=3`; values are written as in TOML, text may be bare."""
+    table = config.to_json()
+    table.pop("schema")
+    for setting in settings:
+        key, value = parse_setting(setting)
+        *parents, last = key.split(".")
+        inner = table
+        for parent in parents:
+            if not isinstance(inner.get(parent), dict):
+                raise ValueError(unknown("setting", key, _paths(config.to_json())))
+            inner = inner[parent]
+        inner[last] = value
+    return parse(RunConfig, table)
+
+
+def parse_setting(setting: str) -> tuple[str, Any]:
+    """`train.epochs=3` -> ("train.epochs", 3)."""
+    key, equals, text = (part.strip() for part in setting.partition("="))
+    if not equals:
+        raise ValueError(f"{setting!r} is not of the form key=value, for example train.epochs=3")
+    if text.lower() == "none":
+        return key, None
+    try:
+        return key, tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return key, text
+
+
+def _paths(table: Mapping[str, Any], prefix: str = "") -> list[str]:
+    found = []
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            found += _paths(value, f"{prefix}{key}.")
+        elif f"{prefix}{key}" not in ENVELOPE:
+            found.append(f"{prefix}{key}")
+    return found
+
+
+def _packaged() -> Any:
+    return resources.files("offramp") / "recipes"
+
+
+def _read_recipe(name_or_path: str) -> tuple[str, str]:
+    """The recipe's text and its name."""
+    if name_or_path in list_recipes():
+        return (_packaged() / f"{name_or_path}.toml").read_text(encoding="utf-8"), name_or_path
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        raise ValueError(unknown("recipe", name_or_path, list_recipes()))
+    if not path.is_file():
+        raise ValueError(f"recipe {path} is not there")
+    return path.read_text(encoding="utf-8"), path.stem
+
+
+def _resolve(name_or_path: str, seen: tuple[str, ...]) -> dict[str, Any]:
+    """The recipe's table laid over the one it extends."""
+    if name_or_path in seen:
+        raise ValueError(f"recipes extend each other in a circle: {' -> '.join((*seen, name_or_path))}")
+    text, _ = _read_recipe(name_or_path)
+    try:
+        table = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"recipe {name_or_path} is not valid TOML: {error}") from error
+    base = table.pop("extends", None)
+    if base is None:
+        return table
+    if str(base).endswith(".toml"):
+        base = str(Path(name_or_path).parent / base)
+    return _lay_over(_resolve(str(base), (*seen, name_or_path)), table)
+
+
+def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    both = dict(below)
+    for key, value in above.items():
+        nested = isinstance(value, dict) and isinstance(both.get(key), dict)
+        both[key] = _lay_over(both[key], value) if nested else value
+    return both
+
+
+def _claim(text: str) -> str:
+    """The recipe's first comment, as one line."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        lines.append(line.lstrip("# ").strip())
+    return " ".join(lines)

@@ -1,0 +1,124 @@
+"""What people see while work goes on: a bar in a terminal, plain lines elsewhere; tables; warnings."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_SECONDS = 10.0  # between two plain lines
+console = Console()
+
+
+class Bar:
+    """Counts work that is done; `show` changes the text beside it, `line` prints something that stays."""
+
+    def advance(self, steps: int, images: int) -> None:
+        raise NotImplementedError
+
+    def show(self, text: str) -> None:
+        raise NotImplementedError
+
+    def line(self, text: str) -> None:
+        console.print(text, highlight=False)
+
+
+class _ImagesPerSecond(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        rate = task.fields["images"] / task.elapsed if task.elapsed else 0
+        return Text(f"{rate:,.0f} images/s")
+
+
+class _TerminalBar(Bar):
+    def __init__(self, progress: Progress, task: int) -> None:
+        self.progress, self.task, self.images = progress, task, 0
+
+    def advance(self, steps: int, images: int) -> None:
+        self.images += images
+        self.progress.update(self.task, advance=steps, images=self.images)  # type: ignore[arg-type]
+
+    def show(self, text: str) -> None:
+        self.progress.update(self.task, description=text)  # type: ignore[arg-type]
+
+
+class _PlainBar(Bar):
+    def __init__(self, text: str, total: int, done: int) -> None:
+        self.text, self.total, self.done, self.images = text, total, done, 0
+        self.before = done
+        self.began = self.printed = time.monotonic()
+
+    def advance(self, steps: int, images: int) -> None:
+        self.done, self.images = self.done + steps, self.images + images
+        if time.monotonic() - self.printed >= PLAIN_SECONDS:
+            self._print()
+
+    def show(self, text: str) -> None:
+        self.text = text
+
+    def _print(self) -> None:
+        self.printed = time.monotonic()
+        elapsed = self.printed - self.began
+        left = timedelta(seconds=round(elapsed / (self.done - self.before) * (self.total - self.done)))
+        rate = self.images / elapsed
+        self.line(f"{self.text}: {self.done}/{self.total}, {rate:,.0f} images/s, {left} left")
+
+
+@contextmanager
+def progress(text: str, total: int, done: int = 0) -> Iterator[Bar]:
+    """A bar over `total` steps, `done` of which were done earlier, with throughput and time left."""
+    if not console.is_terminal:
+        yield _PlainBar(text, total, done)
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        _ImagesPerSecond(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(text, total=total, completed=done, images=0)
+        yield _TerminalBar(bar, task)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """A table under its title; columns of numbers are aligned to the right."""
+    console.print(title, style="bold", highlight=False)
+    table = Table()
+    for at, column in enumerate(columns):
+        numbers = all(row[at][:1].isdigit() for row in rows)
+        table.add_column(column, justify="right" if numbers else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def millions(count: int) -> str:
+    """6859876 -> 6.86M, 2684440000 -> 2.684G."""
+    return f"{count / 1e9:.3f}G" if count >= 1e9 else f"{count / 1e6:.2f}M"
+
+
+def log_to_console() -> None:
+    """Warnings of the package go to standard error, a line each."""
+    log = logging.getLogger("offramp")
+    if not log.handlers:
+        stderr = Console(file=sys.stderr)
+        log.addHandler(RichHandler(console=stderr, show_time=False, show_path=False))
+        log.setLevel(logging.INFO)

@@ -1,0 +1,50 @@
+"""Batched augmentation and normalisation of uint8 images, on whatever device they are on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """Pad with zeros by `pad`, crop back to the old size at a random place, mirror half of the images."""
+
+    pad: int = 0
+    flip: bool = False
+
+    def __call__(self, images: Tensor, draw: torch.Generator) -> Tensor:
+        if not self.pad and not self.flip:
+            return images
+        n, channels, height, width = images.shape
+        device, places = images.device, 2 * self.pad + 1
+        top = torch.randint(places, (n, 1), generator=draw, device=device)
+        left = torch.randint(places, (n, 1), generator=draw, device=device)
+        rows = top + torch.arange(height, device=device)
+        columns = left + torch.arange(width, device=device)
+        if self.flip:
+            mirrored = torch.rand((n, 1), generator=draw, device=device) < 0.5
+            columns = torch.where(mirrored, columns.flip(1), columns)
+        # One gather per image instead of a Python loop over crops.
+        places_flat = rows[:, :, None] * (width + 2 * self.pad) + columns[:, None, :]
+        padded = F.pad(images, [self.pad] * 4).flatten(2)
+        picked = padded.gather(2, places_flat.view(n, 1, -1).expand(-1, channels, -1))
+        return picked.view(n, channels, height, width)
+
+
+def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """uint8 [n, c, h, w] to float32 with the given mean and standard deviation per channel, NHWC in memory."""
+    scale, shift = _constants(mean, std, images.device)
+    return torch.addcmul(shift, images.to(torch.float32, memory_format=torch.channels_last), scale)
+
+
+@lru_cache
+def _constants(mean: tuple[float, ...], std: tuple[float, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Scale and shift per channel, made once: a copy to the device at every step would wait for it."""
+    scale = torch.tensor([1 / (255 * s) for s in std], device=device)
+    shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=device)
+    return scale.view(1, -1, 1, 1), shift.view(1, -1, 1, 1)

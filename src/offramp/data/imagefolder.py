@@ -1,0 +1,247 @@
+"""Images in ImageNet's layout, `DIR/train/CLASS/...` and `DIR/val/CLASS/...`, read by worker processes.
+
+Without `val/` every class gives a fifth of its images (at least one, drawn by the seed) as test split; without
+`train/` the class folders lie in DIR itself. Workers give uint8 images; normalisation happens on the device.
+Each sample's augmentation follows from the seed and its place in the stream, whatever the number of workers.
+An unreadable image is named, counted and passed over; more than one in a hundred stops the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from offramp.data.augment import normalise
+from offramp.data.dataset import Batch, Dataset, Shuffle
+from offramp.data.splits import hold_out
+from offramp.seeds import mix
+
+log = logging.getLogger("offramp")
+
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"}
+MEAN = (0.485, 0.456, 0.406)
+STD = (0.229, 0.224, 0.225)
+TEST_SHARE = 0.2
+CALIBRATION_SHARE = 0.1
+ALLOWED_UNREADABLE = 0.01
+THUMB = 64
+
+
+@dataclass(frozen=True)
+class FileSplit:
+    """Paths with labels, and their numbers in the folder's sorted list."""
+
+    paths: tuple[Path, ...]
+    labels: np.ndarray
+    index: np.ndarray
+
+    def take(self, rows: np.ndarray) -> FileSplit:
+        return FileSplit(tuple(self.paths[r] for r in rows), self.labels[rows], self.index[rows])
+
+
+def load_imagefolder(
+    data_dir: str | Path | None,
+    seed: int = 0,
+    image_size: int = 224,
+    calibration: int | None = None,
+    workers: int = 4,
+) -> ImageFolderDataset:
+    """Read the folder's file names; images are opened as they are needed.
+
+    `calibration` None holds out a tenth of the training images.
+    """
+    if data_dir is None or not Path(data_dir).is_dir():
+        raise ValueError(f"imagefolder needs a data directory with a folder per class, got {data_dir}")
+    root = Path(data_dir)
+    train_root = root / "train" if (root / "train").is_dir() else root
+    names = _class_names(train_root)
+    train = _list_files(train_root, names)
+    if (root / "val").is_dir():
+        test = _list_files(root / "val", names)
+    else:
+        each_fifth = max(len(names), round(TEST_SHARE * len(train.paths)))
+        kept, held = hold_out(train.labels, each_fifth, seed, "test")
+        train, test = train.take(kept), train.take(held)
+    held_out = round(CALIBRATION_SHARE * len(train.paths)) if calibration is None else calibration
+    kept, held = hold_out(train.labels, held_out, seed, "calibration")
+    splits = {"train": train.take(kept), "calibration": train.take(held), "test": test}
+    return ImageFolderDataset(names, splits, image_size, workers)
+
+
+def _class_names(root: Path) -> tuple[str, ...]:
+    names = tuple(sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")))
+    if len(names) < 2:
+        raise ValueError(f"{root} needs a folder for each of at least two classes, found {len(names)}")
+    return names
+
+
+def _list_files(root: Path, names: tuple[str, ...]) -> FileSplit:
+    strangers = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name not in names)
+    if strangers:
+        raise ValueError(f"{root} has the class {strangers[0]!r}, which the training folder does not have")
+    paths: list[Path] = []
+    labels: list[int] = []
+    for label, name in enumerate(names):
+        found = sorted(p for p in (root / name).rglob("*") if p.suffix.lower() in SUFFIXES)
+        if not found:
+            raise ValueError(f"{root / name} holds no images ({', '.join(sorted(SUFFIXES))})")
+        paths += found
+        labels += [label] * len(found)
+    return FileSplit(tuple(paths), np.array(labels, np.int64), np.arange(len(paths)))
+
+
+def open_image(path: str | Path) -> Image.Image | None:
+    """The image as RGB, turned as its EXIF tag says; None if it cannot be read."""
+    try:
+        with Image.open(path) as image:
+            return ImageOps.exif_transpose(image).convert("RGB")
+    except Exception:  # Pillow's decoders raise nearly anything on a broken file
+        return None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample asked of a worker: its row, and the seed of its augmentation (None: no augmentation)."""
+
+    row: int
+    seed: int | None
+
+
+class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
+    """Runs in the workers: request -> (uint8 image, row used, row that was unreadable or -1)."""
+
+    def __init__(self, split: FileSplit, image_size: int) -> None:
+        from torchvision.transforms import v2
+
+        self.split, self.image_size = split, image_size
+        # On Pillow images, so that a box without torch can prepare images in the same way.
+        self.augment = v2.Compose([v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()])
+        self.centre = v2.Compose([v2.Resize(round(image_size * 256 / 224)), v2.CenterCrop(image_size)])
+
+    def __getitem__(self, request: Request) -> tuple[Tensor, int, int]:
+        image = open_image(self.split.paths[request.row])
+        unreadable = -1 if image else request.row
+        row = request.row
+        while image is None and request.seed is not None:  # in training the next readable one stands in
+            row = (row + 1) % len(self.split.paths)
+            if row == request.row:
+                break
+            image = open_image(self.split.paths[row])
+        if image is None:
+            image = Image.new("RGB", (self.image_size, self.image_size))
+        return self._transform(image, request.seed), row, unreadable
+
+    def _transform(self, image: Image.Image, seed: int | None) -> Tensor:
+        if seed is None:
+            image = self.centre(image)
+        else:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                image = self.augment(image)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def _leave_signals_to_parent(worker: int) -> None:
+    """Ctrl-C reaches every process of a terminal; only the parent should answer it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+class Unreadable:
+    """Counts unreadable images by name and stops the run when there are too many."""
+
+    def __init__(self, split: FileSplit) -> None:
+        self.split = split
+        self.rows: set[int] = set()
+
+    def note(self, rows: Tensor) -> None:
+        for row in rows[rows >= 0].tolist():
+            if row not in self.rows:
+                self.rows.add(row)
+                log.warning("unreadable image passed over: %s", self.split.paths[row])
+        if len(self.rows) > ALLOWED_UNREADABLE * len(self.split.paths):
+            raise ValueError(
+                f"{len(self.rows)} of {len(self.split.paths)} images are unreadable, more than "
+                f"{ALLOWED_UNREADABLE:.0%}; the last one is {self.split.paths[max(self.rows)]}"
+            )
+
+
+class ImageFolderDataset(Dataset):
+    """An image folder in three splits."""
+
+    def __init__(
+        self, class_names: tuple[str, ...], splits: dict[str, FileSplit], image_size: int, workers: int
+    ) -> None:
+        self.name, self.class_names, self.splits = "imagefolder", class_names, splits
+        self.image_size, self.workers, self.mean, self.std = image_size, workers, MEAN, STD
+
+    def size(self, split: str) -> int:
+        return len(self.splits[split].paths)
+
+    def stream(
+        self, batch_size: int, seed: int, device: torch.device, start: int = 0
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        shuffle = Shuffle(self.size("train"), seed, torch.device("cpu"))
+
+        def requests() -> Iterator[list[Request]]:
+            for step in count(start):
+                rows = shuffle.rows(step * batch_size, batch_size).tolist()
+                yield [Request(row, mix(seed, "augment", step, at)) for at, row in enumerate(rows)]
+
+        for images, labels, _ in self._load("train", requests(), device):
+            yield images, labels
+
+    def sweep(self, split: str, batch_size: int, device: torch.device) -> Iterator[Batch]:
+        everything = range(self.size(split))
+        requests = [
+            [Request(row, None) for row in everything[at : at + batch_size]]
+            for at in range(0, len(everything), batch_size)
+        ]
+        index = torch.from_numpy(self.splits[split].index)
+        for images, labels, rows in self._load(split, requests, device):
+            yield Batch(images, labels, index[rows])
+
+    def index(self, split: str) -> np.ndarray:
+        return self.splits[split].index
+
+    def thumbnails(self, split: str, rows: np.ndarray) -> np.ndarray:
+        thumbs = np.zeros((len(rows), THUMB, THUMB, 3), np.uint8)
+        for at, row in enumerate(rows):
+            image = open_image(self.splits[split].paths[row])
+            if image is not None:
+                thumbs[at] = np.array(ImageOps.fit(image, (THUMB, THUMB)))
+        return thumbs
+
+    def _load(self, split: str, requests: Any, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Normalised images, labels and rows; unreadable images are left out of a sweep."""
+        part = self.splits[split]
+        cuda = device.type == "cuda"
+        loader = DataLoader(
+            _Reader(part, self.image_size),
+            batch_sampler=requests,
+            num_workers=self.workers,
+            pin_memory=cuda,
+            worker_init_fn=_leave_signals_to_parent,
+            generator=torch.Generator(),  # else it draws from the global one
+        )
+        unreadable = Unreadable(part)
+        labels = torch.from_numpy(part.labels)
+        for images, rows, bad in loader:
+            unreadable.note(bad)
+            readable = rows != bad
+            if not bool(readable.all()):
+                images, rows = images[readable], rows[readable]
+            if len(rows):
+                images = images.to(device, non_blocking=True)
+                yield normalise(images, self.mean, self.std), labels[rows].to(device, non_blocking=True), rows

@@ -1,0 +1,41 @@
+"""Where and how precisely things are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """`auto` is the GPU if there is one."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r} was asked for, but torch sees no GPU here")
+    return device
+
+
+def training_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on GPUs that have it and float32 elsewhere."""
+    if precision == "auto":
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if fast else torch.float32
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """float32 means float32: no TF32 in matrix products and convolutions."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before

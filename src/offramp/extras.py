@@ -1,0 +1,31 @@
+"""A missing extra is answered with the command that installs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_EXTRA_OF = {
+    "torch": "train",
+    "torchvision": "train",
+    "safetensors": "train",
+    "sklearn": "train",
+    "tensorboard": "train",
+}
+
+
+class MissingExtra(ImportError):
+    """A part of offramp was used whose packages are not installed."""
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn the failed import of an extra's package into a sentence that says how to get it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").split(".")[0]
+        if package not in _EXTRA_OF:
+            raise
+        extra = _EXTRA_OF[package]
+        raise MissingExtra(f"this needs {package}; install it with: pip install 'offramp[{extra}]'") from error

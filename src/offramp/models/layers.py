@@ -1,0 +1,65 @@
+"""The small modules that MSDNet and RANet share: conv-BN-ReLU, the bottleneck unit and the head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+
+class ConvBNReLU(nn.Sequential):
+    """Convolution (padding k//2), BatchNorm, ReLU."""
+
+    def __init__(self, channels: int, out: int, kernel: int = 3, stride: int = 1, bias: bool = False) -> None:
+        conv = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=bias)
+        super().__init__(conv, nn.BatchNorm2d(out), nn.ReLU(inplace=True))
+
+
+class Unit(nn.Sequential):
+    """U(in -> out, stride, b): a 1x1 bottleneck of min(in, b*out) channels, then a 3x3 with the stride."""
+
+    def __init__(self, channels: int, out: int, factor: int, stride: int = 1) -> None:
+        width = min(channels, factor * out)
+        super().__init__(ConvBNReLU(channels, width, kernel=1), ConvBNReLU(width, out, stride=stride))
+
+
+class DenseUnit(nn.Module):
+    """cat[x, U(x)]: the input goes on beside what the unit adds."""
+
+    def __init__(self, channels: int, growth: int, factor: int) -> None:
+        super().__init__()
+        self.unit = Unit(channels, growth, factor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.unit(x)], dim=1)
+
+
+class Head(nn.Module):
+    """Two 3x3 stride-2 conv-BN-ReLU, average pool 2, linear.
+
+    `size` is the side of the feature map it reads; after both strides at least 2 pixels must be left.
+    """
+
+    def __init__(self, channels: int, width: int, size: int, num_classes: int) -> None:
+        super().__init__()
+        pooled = head_pixels(size)
+        self.reduce = nn.Sequential(
+            ConvBNReLU(channels, width, stride=2), ConvBNReLU(width, width, stride=2), nn.AvgPool2d(2)
+        )
+        self.linear = nn.Linear(width * pooled * pooled, num_classes)
+
+    def features(self, x: Tensor) -> Tensor:
+        """The pooled feature under the linear classifier."""
+        return self.reduce(x).flatten(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.features(x))
+
+
+def head_pixels(size: int) -> int:
+    """The side of the pooled map that a head makes of a map of side `size`."""
+    return halved(halved(size)) // 2
+
+
+def halved(size: int) -> int:
+    """The side that a stride-2 layer with padding k//2 leaves."""
+    return (size + 1) // 2

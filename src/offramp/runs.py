@@ -1,0 +1,127 @@
+"""A run folder: what was asked for, where it ran, what it logged.
+
+`config.json` and `environment.json` are written when the run begins, `metrics.jsonl` and the TensorBoard
+events grow by a row per epoch, `model.safetensors` appears at the end. Resume states are in checkpoint.py.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offramp.config import RunConfig
+from offramp.files import read_json, write_bytes, write_json
+
+CONFIG = "config.json"
+METRICS = "metrics.jsonl"
+
+
+def begin_run(folder: Path, config: RunConfig, device: torch.device, resume: bool) -> None:
+    """Make the folder, or check that it holds the same run if it is to go on."""
+    known = folder / CONFIG
+    if known.exists():
+        if not resume:
+            raise ValueError(f"{folder} holds a run already; add --resume to go on with it or choose another --out")
+        _refuse_difference(read_json(known), config.to_json(), folder)
+        return
+    if folder.exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty and not a run; choose another --out")
+    write_json(folder / "environment.json", environment(device))
+    write_json(known, config.to_json())
+
+
+def read_config(folder: str | Path) -> RunConfig:
+    """The configuration of a run folder."""
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} is not a run folder: it has no {CONFIG}")
+    return RunConfig.from_json(read_json(folder / CONFIG))
+
+
+def _refuse_difference(before: Any, now: Any, folder: Path, path: str = "") -> None:
+    """Raise for the first setting that changed; where the data lie may change."""
+    if path == "data.dir" or before == now:
+        return
+    if not (isinstance(before, dict) and isinstance(now, dict)):
+        raise ValueError(f"{folder} was begun with {path} = {before!r}, not {now!r}; resume with the same settings")
+    for key in {**before, **now}:
+        _refuse_difference(before.get(key), now.get(key), folder, f"{path}.{key}" if path else key)
+
+
+class MetricsLog:
+    """`metrics.jsonl` and TensorBoard events; rows after `step` (a killed run's) are cut off."""
+
+    def __init__(self, folder: Path, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = folder / METRICS
+        self.rows = [row for row in read_metrics(folder) if row["step"] <= step]
+        self._write()
+        self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        self._write()
+        for key, value in row.items():
+            for at, number in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                tag = key if at is None else f"{key}/exit{at + 1}"
+                self.events.add_scalar(tag, number, row["step"])
+        self.events.flush()
+
+    def close(self) -> None:
+        self.events.close()
+
+    def _write(self) -> None:
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.rows)
+        write_bytes(self.path, text.encode())
+
+
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+    """The rows of `metrics.jsonl`; none if the run has not logged yet."""
+    path = Path(folder) / METRICS
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions, device and git state, so that a result can be traced."""
+    packages = ("offramp", "torch", "torchvision", "numpy", "safetensors", "scikit-learn")
+    return {
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in packages},
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "git": _git_state(),
+        "command": sys.argv[1:],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, Any] | None:
+    """Commit of the code that runs, if it is in a git checkout."""
+    here = Path(__file__).parent
+
+    def git(*args: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(here), *args], capture_output=True, text=True, check=True, timeout=10
+        ).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed": bool(git("status", "--porcelain"))}
+    except (OSError, subprocess.SubprocessError):
+        return None

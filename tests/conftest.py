@@ -1,0 +1,52 @@
+"""Small things that several tests need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from offramp.config import RunConfig, load_recipe, with_settings
+
+SMALL_NET = "model.overrides={blocks=[1, 1], base_width=4, growth=4, head_width=8}"
+SMALL_RUN = (
+    SMALL_NET,
+    "data.train=256",
+    "data.calibration=40",
+    "data.test=60",
+    "train.epochs=3",
+    "train.batch=64",
+    "train.save_seconds=0",
+)
+
+
+@pytest.fixture
+def small_config() -> Callable[..., RunConfig]:
+    """A run on the digits that takes about a second; more settings may be given."""
+
+    def config(*settings: str) -> RunConfig:
+        return with_settings(load_recipe("digits-baseline").config, [*SMALL_RUN, *settings])
+
+    return config
+
+
+@pytest.fixture
+def image_folder(tmp_path: Path) -> Callable[..., Path]:
+    """Writes images of a few plain colours, one class per colour, in ImageNet's layout."""
+
+    def write(classes: int = 3, train: int = 20, val: int = 5, nested: bool = True) -> Path:
+        root = tmp_path / "images"
+        draw = np.random.default_rng(0)
+        for split, count in (("train", train), ("val", val)):
+            for c in range(classes):
+                folder = root / split / f"class{c}" if nested else root / f"class{c}"
+                folder.mkdir(parents=True, exist_ok=True)
+                for i in range(count):
+                    pixels = draw.integers(0, 80, (40 + i, 50, 3)) + np.eye(3, dtype=int)[c % 3] * 150
+                    Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{split}{i:03d}.png")
+        return root
+
+    return write

@@ -1,0 +1,158 @@
+"""The command line as people meet it: tables, JSON, one plain sentence for a mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import SMALL_RUN
+from offramp.cli import main
+
+
+def offramp(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    """Run a command in this process; its exit code, standard output and standard error."""
+    before, sys.argv = sys.argv, ["offramp", *words]
+    try:
+        with pytest.raises(SystemExit) as left:
+            main()
+    finally:
+        sys.argv = before
+    out, err = capsys.readouterr()
+    code = left.value.code
+    assert isinstance(code, int)
+    return code, out, err
+
+
+def test_info_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = offramp(capsys, "info", "msdnet5", "--num-classes", "100", "--image-size", "32", "--json")
+    table = json.loads(out)
+    assert code == 0
+    assert (table["model"], table["num_classes"]) == ("msdnet5", 100)
+    assert table["exits"][0] == {"exit": 1, "params": 299704, "mul_adds": 6859876, "macs": 6792704}
+    assert [e["exit"] for e in table["exits"]] == [1, 2, 3, 4, 5]
+
+
+def test_info_prints_a_table_and_lazy_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "6,859,876" in offramp(capsys, "info", "msdnet5")[1]
+    assert "5,959,780" in offramp(capsys, "info", "msdnet5", "--lazy")[1]
+
+
+def test_info_takes_overrides_sizes_and_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from offramp import create_model
+
+    _, out, _ = offramp(capsys, "info", "msdnet5", "--set", "growth=4", "--image-size", "64", "--json")
+    assert json.loads(out)["exits"][0]["mul_adds"] > 6859876
+    folder = create_model("msdnet5", 7, growth=4, image_size=64).save(tmp_path)
+    _, again, _ = offramp(capsys, "info", str(folder), "--num-classes", "100", "--json")
+    assert json.loads(again) == json.loads(out)
+    assert json.loads(offramp(capsys, "info", str(folder), "--json")[1])["num_classes"] == 7
+
+
+def test_models_and_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "ranet-c2" in offramp(capsys, "models")[1]
+    assert "msdnet5" in json.loads(offramp(capsys, "models", "--json")[1])
+    assert "digits-baseline" in offramp(capsys, "recipes")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("info", "msdnet55"), "did you mean 'msdnet5'?"),
+        (("info", "msdnet5", "--image-size", "9"), "too small"),
+        (("info", "msdnet5", "--num-classes", "1"), "num_classes must be"),
+        (("train", "digits-bseline", "--out", "x"), "did you mean 'digits-baseline'?"),
+        (("train", "digits-baseline", "--out", "x", "--set", "train.epoch=3"), "did you mean 'train.epochs'?"),
+        (("train", "digits-baseline", "--out", "x", "--device", "tpu"), "use auto, cpu, cuda"),
+        (("train", "cifar100-msdnet5-baseline", "--out", "x"), "give --data-dir"),
+        (("eval", "nowhere"), "is not a run folder"),
+        (("--import", "no_such_module", "models"), "No module named 'no_such_module'"),
+    ],
+)
+def test_a_mistake_is_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    sentence: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, err = offramp(capsys, *words)
+    assert code == 2
+    assert err.startswith("offramp: ") and err.count("\n") == 1
+    assert sentence in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("verb", ["models", "info", "recipes", "train", "eval", "demo"])
+def test_every_verb_has_help(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    code, out, _ = offramp(capsys, verb, "--help")
+    assert code == 0 and "Usage" in out
+
+
+def test_a_plugin_registers_models(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_cli_nets.py").write_text(
+        "import offramp\n"
+        "from torch import nn\n"
+        "def build(num_classes):\n"
+        "    heads = [nn.Sequential(nn.Flatten(), nn.Linear(3072, num_classes)) for _ in range(2)]\n"
+        "    return offramp.ExitNet.from_parts([nn.ReLU(), nn.ReLU()], heads)\n"
+        "offramp.register_model('cli-test-net', build, num_classes=4, about='two heads')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    code, out, _ = offramp(capsys, "--import", "my_cli_nets", "info", "cli-test-net", "--json")
+    assert code == 0
+    assert json.loads(out)["exits"][0]["macs"] == 3072 * 4
+    code, _, err = offramp(capsys, "info", "cli-test-net", "--lazy")
+    assert code == 2 and "not made of cells" in err
+
+
+def test_train_then_eval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    settings = [word for setting in SMALL_RUN for word in ("--set", setting)]
+    run = str(tmp_path / "run")
+    code, out, _ = offramp(capsys, "train", "digits-baseline", "--out", run, *settings, "--device", "cpu")
+    assert code == 0 and "next: offramp eval" in out and "epoch   3/3" in out
+    code, out, _ = offramp(capsys, "eval", run, "--device", "cpu")
+    assert code == 0 and "top-1 %" in out
+    code, _, err = offramp(capsys, "train", "digits-baseline", "--out", run, *settings)
+    assert code == 2 and "add --resume" in err
+
+
+def without(*modules: str) -> str:
+    return f"import sys; sys.modules.update(dict.fromkeys({modules!r})); sys.argv[0] = 'offramp'; "
+
+
+def test_the_core_works_without_torch_and_says_what_is_missing() -> None:
+    script = without("torch", "sklearn", "safetensors", "torchvision") + "from offramp.cli import main; main()"
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
+
+    assert "digits-baseline" in run("recipes").stdout
+    assert run("--version").stdout.startswith("offramp 0.")
+    missing = run("models")
+    assert missing.returncode == 2
+    assert missing.stderr == "offramp: this needs torch; install it with: pip install 'offramp[train]'\n"
+
+
+def test_the_public_names_are_the_ones_type_checkers_see() -> None:
+    import ast
+
+    import offramp as package
+
+    tree = ast.parse(Path(package.__file__).read_text())
+    seen = {
+        a.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If)
+        for a in ast.walk(node)
+        if isinstance(a, ast.alias)
+    }
+    assert seen == set(package._HOME)
+    assert all(getattr(package, name) is not None for name in package.__all__)
+    assert set(package.__all__) <= set(dir(package))

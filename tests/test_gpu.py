@@ -1,0 +1,58 @@
+"""What can only be seen on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from offramp import evaluate_run
+from offramp.config import RunConfig
+from offramp.data import load_dataset
+from offramp.objectives.weighting import UniformWeighting
+from offramp.runs import read_metrics
+from offramp.train import Tally, new_model, new_optimizer, train_run, update
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def test_a_step_never_waits_for_the_device(small_config: Callable[..., RunConfig]) -> None:
+    config = small_config("model.num_classes=10")
+    device = torch.device("cuda")
+    data = load_dataset("digits", train=256, calibration=0, test=10)
+    model = new_model(config).to(device, memory_format=torch.channels_last)
+    optimizer, tally = new_optimizer(model, config.train), Tally(model.num_exits, device)
+    stream = data.stream(64, 0, device)
+
+    def step(at: int) -> None:
+        images, labels = next(stream)
+        for x, y in zip(images.chunk(2), labels.chunk(2), strict=True):
+            update(model, optimizer, UniformWeighting(), tally, x, y, at, torch.bfloat16)
+
+    step(0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for at in range(1, 10):
+            step(at)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert tally.tensors["seen"].item() == 640
+
+
+def test_training_on_the_gpu_learns_and_evaluates_as_the_cpu_does(
+    tmp_path: Path, small_config: Callable[..., RunConfig]
+) -> None:
+    run = train_run(small_config("train.epochs=20", "data.train=2000"), tmp_path / "run", device="cuda")
+    rows = read_metrics(run)
+    assert sum(rows[-1]["train_loss"]) < 0.7 * sum(rows[0]["train_loss"])
+    evaluate_run(run, device="cuda")
+    gpu = np.load(run / "eval/test/logits.npy").copy()
+    evaluate_run(run, device="cpu")
+    cpu = np.load(run / "eval/test/logits.npy")
+    np.testing.assert_allclose(gpu, cpu, atol=2e-4)

@@ -1,0 +1,115 @@
+"""Image folders: layouts, unreadable files, determinism whatever the number of workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from offramp import load_dataset
+from offramp.data.imagefolder import open_image
+
+CPU = torch.device("cpu")
+Writer = Callable[..., Path]
+
+
+def test_imagenets_layout(image_folder: Writer) -> None:
+    data = load_dataset("imagefolder", data_dir=image_folder(), image_size=32, calibration=9, workers=0)
+    assert data.class_names == ("class0", "class1", "class2")
+    assert [data.size(s) for s in ("train", "calibration", "test")] == [51, 9, 15]
+    batches = list(data.sweep("test", 10, CPU))
+    assert [tuple(b.images.shape) for b in batches] == [(10, 3, 32, 32), (5, 3, 32, 32)]
+    brightest = torch.cat([b.images for b in batches]).mean((2, 3)).argmax(1)
+    assert torch.equal(brightest, torch.cat([b.labels for b in batches]))
+    assert data.thumbnails("test", np.array([0, 14])).shape == (2, 64, 64, 3)
+
+
+def test_without_val_a_fifth_of_each_class_is_the_test_split(image_folder: Writer) -> None:
+    root = image_folder(train=20, val=0, nested=False)
+    data = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0)
+    assert [data.size(s) for s in ("train", "calibration", "test")] == [43, 5, 12]
+    paths = [set(split.paths) for split in data.splits.values()]  # type: ignore[attr-defined]
+    assert len(set.union(*paths)) == 60
+    other = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0, seed=1)
+    assert set(other.splits["test"].paths) != paths[2]  # type: ignore[attr-defined]
+
+
+def test_the_stream_does_not_depend_on_the_workers(image_folder: Writer) -> None:
+    root = image_folder()
+    batches = []
+    for workers, start in ((0, 0), (2, 0), (2, 2)):
+        data = load_dataset("imagefolder", data_dir=root, image_size=32, workers=workers)
+        stream = data.stream(8, 0, CPU, start=start)
+        batches.append([next(stream) for _ in range(5 - start)])
+        del stream
+    for a, b in zip(batches[0], batches[1], strict=True):
+        assert torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+    for a, b in zip(batches[0][2:], batches[2], strict=True):
+        assert torch.equal(a[0], b[0])
+
+
+def test_the_callers_generator_is_left_alone(image_folder: Writer) -> None:
+    data = load_dataset("imagefolder", data_dir=image_folder(), image_size=32, workers=0)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    next(data.stream(8, 0, CPU))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_an_unreadable_image_is_named_and_passed_over(image_folder: Writer, caplog: pytest.LogCaptureFixture) -> None:
+    root = image_folder(classes=2, train=100, val=60)
+    for broken in ("train/class1/train007.png", "val/class0/val003.png"):
+        (root / broken).write_bytes((root / broken).read_bytes()[:200])
+    data = load_dataset("imagefolder", data_dir=root, image_size=32, calibration=0, workers=0)
+    with caplog.at_level(logging.WARNING, "offramp"):
+        rows = torch.cat([b.index for b in data.sweep("test", 16, CPU)])
+        stream = data.stream(50, 0, CPU)
+        sizes = {len(next(stream)[0]) for _ in range(8)}
+    assert rows.tolist() == [r for r in range(120) if r != 3]
+    assert sizes == {50}
+    named = [record.getMessage() for record in caplog.records]
+    assert sorted(Path(line.split()[-1]).name for line in named) == ["train007.png", "val003.png"]
+
+
+def test_too_many_unreadable_images_stop_the_run(image_folder: Writer) -> None:
+    root = image_folder(classes=2, train=30, val=30)
+    for i in range(3):
+        (root / f"val/class0/val{i:03d}.png").write_bytes(b"not an image")
+    data = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0)
+    with pytest.raises(ValueError, match=r"of 60 images are unreadable, more than 1%"):
+        list(data.sweep("test", 16, CPU))
+
+
+def test_every_mode_becomes_rgb_and_exif_is_obeyed(tmp_path: Path) -> None:
+    for mode in ("1", "L", "P", "RGBA", "CMYK", "I;16"):
+        path = tmp_path / f"{mode.replace(';', '')}.tif"
+        Image.new(mode, (5, 4)).save(path)
+        image = open_image(path)
+        assert image is not None and image.mode == "RGB" and image.size == (5, 4)
+    turned = Image.new("RGB", (6, 3))
+    exif = turned.getexif()
+    exif[0x0112] = 6
+    turned.save(tmp_path / "turned.jpg", exif=exif)
+    image = open_image(tmp_path / "turned.jpg")
+    assert image is not None and image.size == (3, 6)
+
+
+def test_bad_folders_are_refused(image_folder: Writer, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="needs a data directory"):
+        load_dataset("imagefolder", data_dir=tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="at least two classes"):
+        load_dataset("imagefolder", data_dir=tmp_path)
+    root = image_folder()
+    (root / "val" / "stranger").mkdir()
+    with pytest.raises(ValueError, match="'stranger', which the training folder does not have"):
+        load_dataset("imagefolder", data_dir=root)
+    (root / "val" / "stranger").rmdir()
+    (root / "train" / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no images"):
+        load_dataset("imagefolder", data_dir=root)

@@ -1,0 +1,261 @@
+"""Training: what a run folder holds, that it resumes bit for bit, and that it stops where it should."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from conftest import SMALL_RUN
+from offramp import ExitNet, load_model, register_model
+from offramp.checkpoint import load_state
+from offramp.config import RunConfig
+from offramp.models.store import read_tensors
+from offramp.runs import read_metrics
+from offramp.stopping import Stopped
+from offramp.train import cosine, train_run
+
+Config = Callable[..., RunConfig]
+CHECKPOINT = ("model.safetensors", "optimizer.safetensors", "state.json", "tally.safetensors")
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    left, right = (read_tensors(run / "model.safetensors") for run in (a, b))
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def without_speed(run: Path) -> list[dict[str, object]]:
+    return [{k: v for k, v in row.items() if k != "images_per_s"} for row in read_metrics(run)]
+
+
+def test_a_run_folder_holds_what_it_should(tmp_path: Path, small_config: Config) -> None:
+    run = train_run(small_config(), tmp_path / "run", device="cpu")
+    names = {p.name for p in run.iterdir()}
+    assert names == {
+        "config.json",
+        "environment.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "tensorboard",
+        "last",
+        "last.1",
+    }
+    config = json.loads((run / "config.json").read_text())
+    assert config["model"]["num_classes"] == 10 and config["recipe"] == "digits-baseline"
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__.split("+")[0]
+    assert sorted(p.name for p in (run / "last").iterdir()) == sorted(CHECKPOINT)
+    rows = read_metrics(run)
+    assert [row["epoch"] for row in rows] == [1, 2, 3] and [row["step"] for row in rows] == [4, 8, 12]
+    assert rows[-1]["train_loss"][0] < rows[0]["train_loss"][0]
+    assert list((run / "tensorboard").glob("events*"))
+    model = load_model(run)
+    assert model.num_exits == len(rows[0]["calibration_top1"]) == 2
+
+
+def test_the_loss_curve_is_the_one_it_has_always_been(tmp_path: Path, small_config: Config) -> None:
+    run = train_run(small_config(), tmp_path / "run", device="cpu")
+    losses = [sum(row["train_loss"]) for row in read_metrics(run)]
+    np.testing.assert_allclose(losses, GOLDEN, rtol=2e-3)
+
+
+GOLDEN = [4.673360, 4.556967, 4.516572]  # torch 2.15 on a CPU with AVX2
+
+
+def test_the_seed_decides(tmp_path: Path, small_config: Config) -> None:
+    runs = [
+        train_run(small_config("train.epochs=1", f"seed={seed}"), tmp_path / str(at), device="cpu")
+        for at, seed in enumerate((0, 0, 1))
+    ]
+    assert same_weights(runs[0], runs[1])
+    assert not same_weights(runs[0], runs[2])
+
+
+def command(run: Path, *more: str) -> list[str]:
+    settings = [word for setting in SMALL_RUN for word in ("--set", setting)]
+    return [
+        *(sys.executable, "-m", "offramp", "train", "digits-baseline", "--out", str(run)),
+        *settings,
+        *("--device", "cpu", *more),
+    ]
+
+
+def saved_step(run: Path) -> int:
+    try:
+        return int(json.loads((run / "last" / "state.json").read_text())["step"])
+    except (OSError, ValueError):
+        return 0
+
+
+def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path, small_config: Config) -> None:
+    whole = train_run(small_config(), tmp_path / "whole", device="cpu")
+    killed = tmp_path / "killed"
+    draw = np.random.default_rng()
+    for at_step in (1, 6, 10):
+        process = subprocess.Popen(
+            command(killed, *(["--resume"] if killed.exists() else [])),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        deadline = time.monotonic() + 120
+        while saved_step(killed) < at_step:
+            assert process.poll() is None, process.stderr and process.stderr.read().decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.03))
+        process.kill()
+        process.communicate()
+    train_run(small_config(), killed, device="cpu", resume=True)
+    assert same_weights(whole, killed)
+    assert without_speed(whole) == without_speed(killed)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_leaves_with_a_sentence(
+    tmp_path: Path, small_config: Config, signum: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train_run(small_config(), tmp_path / "whole", device="cpu")
+    import offramp.train as training
+
+    real, calls = training.update, []
+
+    def update(*args: object) -> None:
+        calls.append(0)
+        if len(calls) == 11:
+            os.kill(os.getpid(), signum)
+        real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(training, "update", update)
+    run = tmp_path / "run"
+    with pytest.raises(Stopped, match="stopped at step 6 of 12, saved; go on with --resume") as stopped:
+        train_run(small_config("train.save_seconds=1000"), run, device="cpu")
+    assert stopped.value.signum == signum
+    assert not (run / "model.safetensors").exists()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    monkeypatch.undo()
+    train_run(small_config("train.save_seconds=1000"), run, device="cpu", resume=True)
+    assert same_weights(whole, run)
+    assert without_speed(whole) == without_speed(run)
+
+
+def test_a_damaged_state_is_reported_and_the_one_before_used(
+    tmp_path: Path, small_config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = train_run(small_config(), tmp_path / "run", device="cpu")
+    other = train_run(small_config(), tmp_path / "other", device="cpu")
+    broken = run / "last" / "optimizer.safetensors"
+    data = bytearray(broken.read_bytes())
+    data[-1] ^= 1
+    broken.write_bytes(data)
+    (run / "model.safetensors").unlink()
+    with caplog.at_level(logging.WARNING, "offramp"):
+        train_run(small_config(), run, device="cpu", resume=True)
+    assert "optimizer.safetensors is missing or not what was saved" in caplog.text
+    assert same_weights(run, other)
+    for state in ("last", "last.1"):
+        (run / state / "state.json").write_text("{")
+    with pytest.raises(ValueError, match="no resume state of .* is whole"):
+        load_state(run)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, small_config: Config) -> None:
+    run = tmp_path / "run"
+    config = small_config("train.learning_rate=1e25", "train.save_seconds=1000")
+    with pytest.raises(ValueError, match=r"the loss was not finite at step [0-3]; the last good state is kept"):
+        train_run(config, run, device="cpu")
+    assert not (run / "model.safetensors").exists() and not (run / "last").exists()
+
+
+def test_params_that_are_not_finite_are_never_saved(
+    tmp_path: Path, small_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import offramp.train as training
+
+    real = training.update
+
+    def update(model: ExitNet, *args: object) -> None:
+        real(model, *args)  # type: ignore[arg-type]
+        if args[-2] == 5:
+            next(model.parameters()).data.fill_(float("inf"))
+
+    monkeypatch.setattr(training, "update", update)
+    run = tmp_path / "run"
+    with pytest.raises(ValueError, match="not finite"):
+        train_run(small_config(), run, device="cpu")
+    state = load_state(run)
+    assert state is not None and state.step == 5
+    assert all(t.isfinite().all() for t in state.parts["model"].values())
+
+
+def test_a_folder_in_use_is_not_overwritten(tmp_path: Path, small_config: Config) -> None:
+    run = train_run(small_config("train.epochs=1"), tmp_path / "run", device="cpu")
+    before = (run / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="holds a run already; add --resume"):
+        train_run(small_config("train.epochs=1"), run, device="cpu")
+    with pytest.raises(ValueError, match=r"begun with train\.epochs = 1, not 2"):
+        train_run(small_config("train.epochs=2"), run, device="cpu", resume=True)
+    train_run(small_config("train.epochs=1"), run, device="cpu", resume=True)
+    assert (run / "model.safetensors").read_bytes() == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="not empty and not a run"):
+        train_run(small_config(), tmp_path / "mine", device="cpu")
+
+
+def test_a_network_that_does_not_fit_the_data_is_refused(tmp_path: Path, small_config: Config) -> None:
+    with pytest.raises(ValueError, match="digits has 10 classes"):
+        train_run(small_config("model.num_classes=7"), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"set model\.overrides\.image_size=32"):
+        train_run(small_config("model.overrides.image_size=64"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_network_of_ones_own_with_dropout_trains_and_resumes(tmp_path: Path, small_config: Config) -> None:
+    def build(num_classes: int) -> ExitNet:
+        one = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Dropout(0.3))
+        two = nn.Sequential(nn.Conv2d(4, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3))
+        heads = [nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes)) for _ in range(2)]
+        net = ExitNet.from_parts([one, two], heads)
+        net(torch.zeros(2, 3, 32, 32))
+        return net
+
+    register_model("train-test-dropout", build)
+    own = ("model.name=train-test-dropout", "model.overrides={}", "train.learning_rate=0.02")
+    runs = [train_run(small_config(*own), tmp_path / str(at), device="cpu") for at in range(2)]
+    assert same_weights(*runs)
+    (runs[1] / "model.safetensors").unlink()
+    for name in CHECKPOINT:  # go back one save
+        os.replace(runs[1] / "last.1" / name, runs[1] / "last" / name)
+    train_run(small_config(*own), runs[1], device="cpu", resume=True)
+    assert same_weights(*runs)
+
+
+def test_training_on_an_image_folder(tmp_path: Path, small_config: Config, image_folder: Callable[..., Path]) -> None:
+    root = image_folder()
+    config = RunConfig.from_json(
+        {
+            "model": {
+                "name": "msdnet-tiny",
+                "overrides": {"blocks": [1, 1], "base_width": 4, "growth": 4, "head_width": 8},
+            },
+            "data": {"name": "imagefolder", "dir": str(root), "image_size": 32, "workers": 1, "calibration": 6},
+            "train": {"epochs": 4, "batch": 16, "learning_rate": 0.05},
+        }
+    )
+    run = train_run(config, tmp_path / "run", device="cpu")
+    assert read_metrics(run)[-1]["train_top1"][-1] > 0.6
+
+
+def test_the_rate_falls_along_a_cosine() -> None:
+    assert [round(cosine(0.8, step, 4), 6) for step in range(5)] == [0.8, 0.682843, 0.4, 0.117157, 0.0]
