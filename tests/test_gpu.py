@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,8 +37,9 @@ def test_a_step_never_waits_for_the_device(small_config: Callable[..., RunConfig
             update(model, optimizer, UniformWeighting(), tally, x, y, at, torch.bfloat16)
 
     step(0)
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings(action="ignore"):  # it warns that it is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         for at in range(1, 10):
             step(at)
     finally:
