@@ -66,12 +66,14 @@ def test_a_run_folder_holds_what_it_should(tmp_path: Path, small_config: Config)
 
 def test_the_loss_curve_is_the_one_it_has_always_been(tmp_path: Path, small_config: Config) -> None:
     """Few updates, because rounding grows from update to update and differs between machines."""
-    run = train_run(small_config("data.train=64", "train.epochs=5"), tmp_path / "run", device="cpu")
+    run = train_run(
+        small_config("data.train=64", "train.epochs=5", "train.learning_rate=0.01"), tmp_path / "run", device="cpu"
+    )
     losses = [sum(row["train_loss"]) for row in read_metrics(run)]
     np.testing.assert_allclose(losses, GOLDEN, rtol=1e-3)
 
 
-GOLDEN = [4.703467, 4.625162, 4.521194, 4.515800, 4.423738]  # torch 2.15, two threads, AVX2
+GOLDEN = [4.695662, 4.677774, 4.604397, 4.612630, 4.576267]  # torch 2.15, two threads, AVX2
 
 
 def test_the_seed_decides(tmp_path: Path, small_config: Config) -> None:

@@ -117,7 +117,7 @@ def train(
         changes.append(f"data.dir={json.dumps(str(data_dir))}")
     config = with_settings(load_recipe(recipe).config, changes)
     train_run(config, out, device=device, resume=resume)
-    console.print(f"trained: {out}\nnext: offramp eval {out}", highlight=False)
+    console.print(f"trained: {out}\nnext: offramp eval {out}", highlight=False, soft_wrap=True)
 
 
 @app.command("eval")
@@ -130,7 +130,7 @@ def evaluate(
     from offramp.evaluate import anytime_table, evaluate_run
 
     print_table(*anytime_table(evaluate_run(run, data_dir=data_dir, device=device)))
-    console.print(f"saved: {run / 'eval'}", highlight=False)
+    console.print(f"saved: {run / 'eval'}", highlight=False, soft_wrap=True)
 
 
 @app.command()

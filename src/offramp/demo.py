@@ -16,7 +16,7 @@ def run_demo(out: Path, device: str) -> Path:
     began = time.monotonic()
     folder = out / time.strftime("demo-%Y%m%d-%H%M%S")
     recipe = load_recipe("digits-baseline")
-    console.print(f"[bold]offramp demo[/bold]: {recipe.claim}", highlight=False)
+    console.print(f"[bold]offramp demo[/bold]: {recipe.claim}", highlight=False, soft_wrap=True)
     run = train_run(recipe.config, folder / "baseline", device=device)
     summary = evaluate_run(run, device=device)
     print_table(*anytime_table(summary))
@@ -26,5 +26,6 @@ def run_demo(out: Path, device: str) -> Path:
         f"saved logits and eval.json:            {run / 'eval'}\n"
         f"training curves:                       tensorboard --logdir {run / 'tensorboard'}",
         highlight=False,
+        soft_wrap=True,
     )
     return folder
