@@ -13,9 +13,9 @@ import torch
 from offramp import evaluate_run
 from offramp.config import RunConfig
 from offramp.data import load_dataset
-from offramp.objectives.weighting import UniformWeighting
 from offramp.runs import read_metrics
-from offramp.train import Tally, new_model, new_optimizer, train_run, update
+from offramp.step import iterate
+from offramp.train import Tally, new_method, new_model, new_optimizer, train_run
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,18 +23,19 @@ pytestmark = [
 ]
 
 
-def test_a_step_never_waits_for_the_device(small_config: Callable[..., RunConfig]) -> None:
-    config = small_config("model.num_classes=10")
+@pytest.mark.parametrize("weighting", ["uniform", "selection", "learned"])
+def test_a_step_never_waits_for_the_device(small_config: Callable[..., RunConfig], weighting: str) -> None:
+    config = small_config("model.num_classes=10", f"weighting.name={weighting}")
     device = torch.device("cuda")
     data = load_dataset("digits", train=256, calibration=0, test=10)
     model = new_model(config).to(device, memory_format=torch.channels_last)
     optimizer, tally = new_optimizer(model, config.train), Tally(model.num_exits, device)
+    method = new_method(config, model.num_exits, device)
     stream = data.stream(64, 0, device)
 
     def step(at: int) -> None:
-        images, labels = next(stream)
-        for x, y in zip(images.chunk(2), labels.chunk(2), strict=True):
-            update(model, optimizer, UniformWeighting(), tally, x, y, at, torch.bfloat16)
+        for half in iterate(model, optimizer, method, *next(stream), at):
+            tally.add(half, at)
 
     step(0)
     try:

@@ -27,7 +27,13 @@ from offramp.stopping import Stopped
 from offramp.train import cosine, train_run
 
 Config = Callable[..., RunConfig]
-CHECKPOINT = ("model.safetensors", "optimizer.safetensors", "state.json", "tally.safetensors")
+CHECKPOINT = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "state.json",
+    "tally.safetensors",
+    "weighting.safetensors",
+)
 
 
 def same_weights(a: Path, b: Path) -> bool:
@@ -47,6 +53,7 @@ def test_a_run_folder_holds_what_it_should(tmp_path: Path, small_config: Config)
         "environment.json",
         "metrics.jsonl",
         "model.safetensors",
+        "samples",
         "tensorboard",
         "last",
         "last.1",
@@ -131,15 +138,15 @@ def test_a_signal_saves_and_leaves_with_a_sentence(
     whole = train_run(small_config(), tmp_path / "whole", device="cpu")
     import offramp.train as training
 
-    real, calls = training.update, []
+    real, calls = training.iterate, []
 
-    def update(*args: object) -> None:
+    def update(*args: object) -> object:
         calls.append(0)
-        if len(calls) == 11:
+        if len(calls) == 6:
             os.kill(os.getpid(), signum)
-        real(*args)  # type: ignore[arg-type]
+        return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(training, "update", update)
+    monkeypatch.setattr(training, "iterate", update)
     run = tmp_path / "run"
     with pytest.raises(Stopped, match="stopped at step 6 of 12, saved; go on with --resume") as stopped:
         train_run(small_config("train.save_seconds=1000"), run, device="cpu")
@@ -185,14 +192,15 @@ def test_params_that_are_not_finite_are_never_saved(
 ) -> None:
     import offramp.train as training
 
-    real = training.update
+    real = training.iterate
 
-    def update(model: ExitNet, *args: object) -> None:
-        real(model, *args)  # type: ignore[arg-type]
-        if args[-2] == 5:
+    def update(model: ExitNet, *args: object) -> object:
+        halves = real(model, *args)  # type: ignore[arg-type]
+        if args[-1] == 5:
             next(model.parameters()).data.fill_(float("inf"))
+        return halves
 
-    monkeypatch.setattr(training, "update", update)
+    monkeypatch.setattr(training, "iterate", update)
     run = tmp_path / "run"
     with pytest.raises(ValueError, match="not finite"):
         train_run(small_config(), run, device="cpu")
@@ -261,4 +269,4 @@ def test_training_on_an_image_folder(tmp_path: Path, small_config: Config, image
 
 
 def test_the_rate_falls_along_a_cosine() -> None:
-    assert [round(cosine(0.8, step, 4), 6) for step in range(5)] == [0.8, 0.682843, 0.4, 0.117157, 0.0]
+    assert [round(cosine(step, 4), 6) for step in range(5)] == [1.0, 0.853553, 0.5, 0.146447, 0.0]

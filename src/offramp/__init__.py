@@ -12,6 +12,7 @@ _HOME = {
     "EvalSummary": "offramp.evaluate",
     "ExitCost": "offramp.models.cost",
     "ExitNet": "offramp.models.exits",
+    "LearnedWeights": "offramp.learned_weights",
     "RunConfig": "offramp.config",
     "create_model": "offramp.models.registry",
     "evaluate_run": "offramp.evaluate",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from offramp.config import RunConfig, list_recipes, load_recipe, with_settings
     from offramp.data import load_dataset
     from offramp.evaluate import EvalSummary, evaluate_run
+    from offramp.learned_weights import LearnedWeights
     from offramp.models.cost import ExitCost, exit_costs
     from offramp.models.exits import ExitNet
     from offramp.models.registry import create_model, list_models, register_model

@@ -72,6 +72,7 @@ class TrainConfig:
     momentum: float = _at_least(0, 0.9)
     weight_decay: float = _at_least(0, 1e-4)
     nesterov: bool = False
+    clip_norm: float | None = _at_least(0, None)
     precision: str = _one_of("auto", "float32", "bfloat16")
     eval_every: int = _at_least(1, 1)
     save_seconds: float = _at_least(0, 60.0)
@@ -83,9 +84,28 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class WeightingConfig:
-    """How much each sample counts at each exit."""
+    """How much each sample counts at each exit; all but `name` and `q` are for `learned` (and `frozen`).
 
-    name: str = _one_of("uniform")
+    `inputs`, `depth` and `width` shape the weight net, `delta`, `centring` and `bound` its range; `q` shapes
+    the shares of the allocation, `objective` the meta loss; every `interval`-th loader batch trains the weight
+    net. `from_run` is the finished run whose weight net `frozen` takes.
+    """
+
+    name: str = _one_of("uniform", "ascending", "descending", "selection", "learned", "frozen")
+    q: float = _at_least(0.01, 0.75)
+    inputs: str = _one_of("loss", "confidence", "both")
+    depth: int = _at_least(1, 1)
+    width: int = _at_least(1, 500)
+    delta: float = _at_least(0, 0.8)
+    centring: str = _one_of("exit", "batch", "all")
+    bound: bool = False
+    objective: str = _one_of("allocated", "whole")
+    look_ahead: str = _one_of("optimizer", "plain")
+    engine: str = _one_of("forward_mode", "double_backward", "finite_difference")
+    interval: int = _at_least(1, 1)
+    learning_rate: float = _at_least(0, 1e-4)
+    weight_decay: float = _at_least(0, 1e-4)
+    from_run: str | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +124,13 @@ class RunConfig:
             raise ValueError(f"train.batch must be even, it is trained on in two halves; got {self.train.batch}")
         if self.train.nesterov and not self.train.momentum:
             raise ValueError("train.nesterov needs train.momentum above 0")
+        if self.weighting.name == "learned" and self.train.clip_norm is not None:
+            raise ValueError(
+                "train.clip_norm cannot go with learned weights: clipping by global norm couples all params, so "
+                "the look-ahead step would no longer be elementwise; leave one of them out"
+            )
+        if self.weighting.name == "frozen" and self.weighting.from_run is None:
+            raise ValueError("weighting.name=frozen needs weighting.from_run, the run folder of the weight net")
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": 1, **asdict(self)}

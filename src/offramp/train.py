@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,13 +30,26 @@ from offramp.console import Bar, progress
 from offramp.data import Dataset, load_dataset
 from offramp.device import pick_device, training_dtype
 from offramp.evaluate import accuracy
+from offramp.files import writing
+from offramp.meta import ENGINES
 from offramp.models import store
 from offramp.models.exits import ExitNet, ModelSpec
-from offramp.objectives.losses import exit_losses, weighted_loss
-from offramp.objectives.weighting import UniformWeighting, Weighting
+from offramp.objectives.allocation import allocate
+from offramp.objectives.weighting import (
+    FrozenWeighting,
+    LearnedWeighting,
+    SelectionWeighting,
+    SlopedWeighting,
+    UniformWeighting,
+    Weighting,
+)
 from offramp.runs import MetricsLog, begin_run
 from offramp.seeds import mix
+from offramp.step import HalfResult, Method, iterate
 from offramp.stopping import Stopped, caught_signals
+
+SLOPE = (0.6, 1.4)  # the paper's fixed weights, first to last exit
+SAMPLES_KEPT = 256
 
 
 def train_run(config: RunConfig, out: str | Path, *, device: str = "auto", resume: bool = False) -> Path:
@@ -47,66 +63,43 @@ def train_run(config: RunConfig, out: str | Path, *, device: str = "auto", resum
     refuse_other_size(model, data)
     begin_run(out, config, place, resume)
     optimizer = new_optimizer(model, config.train)
-    weighting = UniformWeighting()
+    method = new_method(config, model.num_exits, place)
     tally = Tally(model.num_exits, place)
-    step = restore(out, model, optimizer, tally) if resume else 0
+    step = restore(out, model, optimizer, method, tally) if resume else 0
     stream = data.stream(config.train.batch, config.seed, place, start=step)
-    dtype = training_dtype(config.train.precision, place)
     metrics = MetricsLog(out, step)
     saver = Saver(config.train.save_seconds)
     began, began_step = time.monotonic(), step
     with caught_signals() as caught, progress("training", total, step) as bar:
         while step < total:
-            rate = cosine(config.train.initial_rate, step, total)
-            for group in optimizer.param_groups:
-                group["lr"] = rate
+            set_rates(optimizer, method.weighting, config.train.initial_rate, cosine(step, total))
             torch.manual_seed(mix(config.seed, "step", step))  # for networks that draw, such as dropout
             images, labels = next(stream)
-            for x, y in zip(images.chunk(2), labels.chunk(2), strict=True):
-                update(model, optimizer, weighting, tally, x, y, step, dtype)
+            for half in iterate(model, optimizer, method, images, labels, step):
+                tally.add(half, step)
             step += 1
             bar.advance(1, config.train.batch)
             if step % steps == 0:
                 tally.refuse_non_finite(out)
-                row = epoch_row(step // steps, step, rate, tally)
+                row = epoch_row(step // steps, step, optimizer.param_groups[0]["lr"], tally)
                 if row["epoch"] % config.train.eval_every == 0 or step == total:
                     row |= held_out(model, data, place)
                 seconds = time.monotonic() - began
                 row["images_per_s"] = round((step - began_step) * config.train.batch / seconds, 1)
+                save_samples(out, row["epoch"], half, config.weighting.q)
                 metrics.add(row)
                 report(bar, row, config.train.epochs)
                 tally.reset()
             if saver.due() or caught or step == total:
                 tally.refuse_non_finite(out)
                 refuse_bad_params(model, step, out)
-                save_state(out, current_state(step, model, optimizer, tally))
+                save_state(out, current_state(step, model, optimizer, method, tally))
             if caught and step < total:
                 metrics.close()
                 raise Stopped(caught[0], f"stopped at step {step} of {total}, saved; go on with --resume")
     metrics.close()
     store.write_tensors(out / store.WEIGHTS, model.state_dict())
     return out
-
-
-def update(
-    model: ExitNet,
-    optimizer: torch.optim.Optimizer,
-    weighting: Weighting,
-    tally: Tally,
-    x: Tensor,
-    y: Tensor,
-    step: int,
-    dtype: torch.dtype,
-) -> None:
-    """One update of the params on one half of a loader batch."""
-    with torch.autocast(x.device.type, dtype, enabled=dtype != torch.float32):
-        logits = model(x)
-    losses_BK = exit_losses(logits, y)
-    loss = weighted_loss(losses_BK, weighting.weights(losses_BK.detach()))
-    optimizer.zero_grad(set_to_none=True)
-    loss.backward()
-    optimizer.step()
-    tally.add(loss.detach(), losses_BK.detach(), logits, y, step)
 
 
 class Tally:
@@ -117,24 +110,31 @@ class Tally:
             "losses": torch.zeros(num_exits, dtype=torch.float64, device=device),
             "hits": torch.zeros(num_exits, dtype=torch.int64, device=device),
             "seen": torch.zeros((), dtype=torch.int64, device=device),
+            "meta_loss": torch.zeros((), dtype=torch.float64, device=device),
+            "meta_updates": torch.zeros((), dtype=torch.int64, device=device),
             "first_bad": torch.full((), -1, dtype=torch.int64, device=device),
         }
 
-    @torch.no_grad()
-    def add(self, loss: Tensor, losses_BK: Tensor, logits: list[Tensor], labels: Tensor, step: int) -> None:
+    def add(self, half: HalfResult, step: int) -> None:
         sums = self.tensors
-        sums["losses"] += losses_BK.sum(0, dtype=torch.float64)
-        sums["hits"] += torch.stack([(x.argmax(1) == labels).sum() for x in logits])
-        sums["seen"] += len(labels)
-        is_first = ~torch.isfinite(loss) & (sums["first_bad"] < 0)
+        sums["losses"] += half.losses_BK.sum(0, dtype=torch.float64)
+        sums["hits"] += half.hits_K
+        sums["seen"] += len(half.losses_BK)
+        is_first = ~torch.isfinite(half.loss) & (sums["first_bad"] < 0)
         sums["first_bad"].masked_fill_(is_first, step)
+        if half.meta_loss is not None:
+            sums["meta_loss"] += half.meta_loss
+            sums["meta_updates"] += 1
 
-    def means(self) -> dict[str, list[float]]:
-        seen = self.tensors["seen"].item()
-        return {
+    def means(self) -> dict[str, Any]:
+        seen, meta_updates = self.tensors["seen"].item(), self.tensors["meta_updates"].item()
+        means: dict[str, Any] = {
             "train_loss": (self.tensors["losses"] / seen).tolist(),
             "train_top1": (self.tensors["hits"] / seen).tolist(),
         }
+        if meta_updates:
+            means["meta_loss"] = self.tensors["meta_loss"].item() / meta_updates
+        return means
 
     def refuse_non_finite(self, run: Path) -> None:
         step = int(self.tensors["first_bad"].item())
@@ -205,27 +205,81 @@ def new_optimizer(model: ExitNet, config: TrainConfig) -> torch.optim.Optimizer:
     )
 
 
-def cosine(initial: float, step: int, total: int) -> float:
-    """The rate at `step` of `total`: from `initial` down to 0."""
-    return 0.5 * initial * (1 + math.cos(math.pi * step / total))
+def new_method(config: RunConfig, num_exits: int, device: torch.device) -> Method:
+    """The configured weighting and how it is trained."""
+    settings = config.weighting
+    dtype = training_dtype(config.train.precision, device)
+    return Method(
+        new_weighting(config, num_exits, device),
+        ENGINES[settings.engine],
+        settings.q,
+        settings.objective,
+        settings.look_ahead,
+        settings.interval,
+        clip_norm=config.train.clip_norm,
+        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
+    )
 
 
-def current_state(step: int, model: ExitNet, optimizer: torch.optim.Optimizer, tally: Tally) -> State:
+def new_weighting(config: RunConfig, num_exits: int, device: torch.device) -> Weighting:
+    """The weighting object that the configuration names."""
+    settings = config.weighting
+    if settings.name in ("ascending", "descending"):
+        return SlopedWeighting(*SLOPE if settings.name == "ascending" else SLOPE[::-1])
+    if settings.name == "selection":
+        return SelectionWeighting(settings.q)
+    if settings.name == "uniform":
+        return UniformWeighting()
+    shape = {key: getattr(settings, key) for key in ("inputs", "depth", "width", "delta", "centring", "bound")}
+    shape |= {"seed": config.seed, "device": device}
+    if settings.name == "frozen":
+        assert settings.from_run is not None
+        frozen = FrozenWeighting(num_exits, **shape)
+        frozen.load_tensors(finished_weighting(Path(settings.from_run)))
+        return frozen
+    rates = {key: getattr(settings, key) for key in ("learning_rate", "weight_decay")}
+    return LearnedWeighting(num_exits, **shape, **rates)
+
+
+def finished_weighting(run: Path) -> Mapping[str, Tensor]:
+    """The weight net of a finished run."""
+    state = load_state(run)
+    if state is None or not state.parts["weighting"]:
+        raise ValueError(f"{run} holds no weight net: it is not a run with learned weights")
+    return state.parts["weighting"]
+
+
+def set_rates(optimizer: torch.optim.Optimizer, weighting: Weighting, initial: float, share: float) -> None:
+    """Both learning rates at `share` of their initial values."""
+    for group in optimizer.param_groups:
+        group["lr"] = share * initial
+    if isinstance(weighting, LearnedWeighting):
+        weighting.set_rate(share)
+
+
+def cosine(step: int, total: int) -> float:
+    """The share of the initial rate at `step` of `total`: from 1 down to 0."""
+    return 0.5 * (1 + math.cos(math.pi * step / total))
+
+
+def current_state(step: int, model: ExitNet, optimizer: torch.optim.Optimizer, method: Method, tally: Tally) -> State:
     parts = {
         "model": model.state_dict(),
         "optimizer": optimizer_tensors(model, optimizer),
+        "weighting": method.weighting.tensors(),
         "tally": tally.tensors,
     }
     return State(step, parts, info={})
 
 
-def restore(run: Path, model: ExitNet, optimizer: torch.optim.Optimizer, tally: Tally) -> int:
+def restore(run: Path, model: ExitNet, optimizer: torch.optim.Optimizer, method: Method, tally: Tally) -> int:
     """Put the run's last state back; the step to go on from, 0 if nothing was saved yet."""
     state = load_state(run)
     if state is None:
         return 0
     store.load_state(model, state.parts["model"], run / "last")
     load_optimizer_tensors(model, optimizer, state.parts["optimizer"])
+    method.weighting.load_tensors(state.parts["weighting"])
     for name, tensor in tally.tensors.items():
         tensor.copy_(state.parts["tally"][name])
     return state.step
@@ -233,6 +287,20 @@ def restore(run: Path, model: ExitNet, optimizer: torch.optim.Optimizer, tally: 
 
 def epoch_row(epoch: int, step: int, rate: float, tally: Tally) -> dict[str, Any]:
     return {"epoch": epoch, "step": step, "learning_rate": rate, **tally.means()}
+
+
+def save_samples(run: Path, epoch: int, half: HalfResult, q: float) -> None:
+    """Keep what some samples of the epoch's last half looked like, for the report."""
+    rows = slice(SAMPLES_KEPT)
+    kept = {
+        "losses": half.losses_BK[rows],
+        "confidences": half.confidences_BK[rows],
+        "weights": half.weights_BK[rows],
+        "exits": allocate(half.confidences_BK, q)[rows],
+    }
+    with writing(run / "samples" / f"epoch-{epoch:04d}.npz") as file:
+        arrays: dict[str, Any] = {name: tensor.float().cpu().numpy() for name, tensor in kept.items()}
+        np.savez_compressed(file, **arrays)
 
 
 def held_out(model: ExitNet, data: Dataset, device: torch.device) -> dict[str, Any]:

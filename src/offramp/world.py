@@ -1,0 +1,78 @@
+"""The processes of a run. Alone, everything here is the identity.
+
+Small things (losses, confidences, tangents) are gathered, so that every process allocates, centres and trains
+the weight net on the global batch; gradients are summed. So N processes compute what one would.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class World:
+    """This process is number `rank` of `size`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def own_slice(self, total: int) -> slice:
+        """Which of `total` rows of a global batch are this process's."""
+        if total % self.size:
+            raise ValueError(f"{total} samples cannot be shared evenly by {self.size} processes")
+        each = total // self.size
+        return slice(self.rank * each, (self.rank + 1) * each)
+
+    def own_rows(self, rows: Tensor) -> Tensor:
+        """This process's part of what `gather` gave."""
+        return rows if self.size == 1 else rows[self.own_slice(len(rows))]
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of all processes, one after another."""
+        if self.size == 1:
+            return rows
+        parts = [torch.empty_like(rows) for _ in range(self.size)]
+        dist.all_gather(parts, rows.contiguous())
+        return torch.cat(parts)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.size > 1:
+            value = value.clone()
+            dist.all_reduce(value)
+        return value
+
+    def sum_all(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """The sums of several tensors, in one message."""
+        if self.size == 1 or not values:
+            return list(values)
+        flat = self.sum(torch.cat([v.reshape(-1) for v in values]))
+        parts = flat.split([v.numel() for v in values])
+        return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
+
+    def any(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
+        """For each flag, whether it is set in any process."""
+        if self.size == 1:
+            return list(flags)
+        return [bool(f) for f in self.sum(torch.tensor(flags, dtype=torch.int32, device=device)).tolist()]
+
+
+@contextmanager
+def joined_world(device: torch.device) -> Iterator[World]:
+    """The world that `torchrun` started, or a world of one."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        yield World()
+        return
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), size)
+    finally:
+        dist.destroy_process_group()
