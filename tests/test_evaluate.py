@@ -101,7 +101,7 @@ def test_an_image_folder_with_unreadable_images_is_evaluated(tmp_path: Path, ima
 
 
 MEMORY_SCRIPT = """
-import resource, sys
+import sys
 import numpy as np, torch
 from torch import nn
 from pathlib import Path
@@ -125,7 +125,8 @@ stages = [nn.Sequential(nn.AvgPool2d(32), nn.Flatten()), *[nn.Identity() for _ i
 net = ExitNet.from_parts(stages, [nn.Linear(147, 1000) for _ in range(5)], (3, 224, 224))
 samples, hits = save_logits(net, Huge(), "test", Path(sys.argv[1]), torch.device("cpu"))
 logits = np.load(Path(sys.argv[1]) / "logits.npy", mmap_mode="r")
-print(logits.shape, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
+from offramp.bench import _peak_kilobytes
+print(logits.shape, _peak_kilobytes() // 1024)
 """
 
 

@@ -11,11 +11,15 @@ import pytest
 import torch
 
 from offramp import evaluate_run
+from offramp.build import new_method, new_model, new_optimizer
 from offramp.config import RunConfig
 from offramp.data import load_dataset
+from offramp.objectives.losses import exit_losses
 from offramp.runs import read_metrics
 from offramp.step import iterate
-from offramp.train import Tally, new_method, new_model, new_optimizer, train_run
+from offramp.tally import Tally
+from offramp.train import train_run
+from offramp.world import World
 
 pytestmark = [
     pytest.mark.gpu,
@@ -30,7 +34,7 @@ def test_a_step_never_waits_for_the_device(small_config: Callable[..., RunConfig
     data = load_dataset("digits", train=256, calibration=0, test=10)
     model = new_model(config).to(device, memory_format=torch.channels_last)
     optimizer, tally = new_optimizer(model, config.train), Tally(model.num_exits, device)
-    method = new_method(config, model.num_exits, device)
+    method = new_method(config, model.num_exits, exit_losses, device, World())
     stream = data.stream(64, 0, device)
 
     def step(at: int) -> None:

@@ -80,7 +80,7 @@ def test_the_loss_curve_is_the_one_it_has_always_been(tmp_path: Path, small_conf
     np.testing.assert_allclose(losses, GOLDEN, rtol=1e-3)
 
 
-GOLDEN = [4.695662, 4.677774, 4.604397, 4.612630, 4.576267]  # torch 2.15, two threads, AVX2
+GOLDEN = [4.704306, 4.685682, 4.584213, 4.604468, 4.578219]  # torch 2.15, two threads, AVX2
 
 
 def test_the_seed_decides(tmp_path: Path, small_config: Config) -> None:

@@ -133,12 +133,40 @@ def evaluate(
     console.print(f"saved: {run / 'eval'}", highlight=False, soft_wrap=True)
 
 
+bench = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
+app.add_typer(bench, name="bench")
+
+
+@bench.command("train")
+def bench_train_command(
+    model: Annotated[str, typer.Option(help="A model's name.")] = "msdnet5",
+    batch: Annotated[int, typer.Option(help="Loader batch: two updates of half of it.")] = 64,
+    device: Device = "auto",
+    precision: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed rounds; the median counts.")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Time a training step with learned weights, by each engine, beside conventional training."""
+    from offramp.bench import bench_train
+
+    rows = bench_train(model, batch, device, precision, repeats)
+    if as_json:
+        print(json.dumps({"model": model, "batch": batch, "device": device, "rows": [r.to_json() for r in rows]}))
+        return
+    cells = [
+        [r.name, f"{r.milliseconds:,.1f}", f"{r.images_per_s:,.0f}", f"{r.peak_mb:,.0f}", f"{r.ratio:.2f}"]
+        for r in rows
+    ]
+    title = f"{model}, loader batch {batch}, {device}"
+    print_table(title, ["step", "ms", "images/s", "peak MB", "ratio"], cells)
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the demo's runs; a new one is made in it.")] = Path("runs"),
     device: Device = "auto",
 ) -> None:
-    """Train a small network on the embedded digits, evaluate it and say where everything is."""
+    """Train a small network on the embedded digits, conventionally and with learned weights, and compare."""
     from offramp.demo import run_demo
 
     run_demo(out, device)

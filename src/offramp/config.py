@@ -109,6 +109,20 @@ class WeightingConfig:
 
 
 @dataclass(frozen=True)
+class ImtaConfig:
+    """IMTA's parts: gradient equilibrium while the network trains, then a second phase of collaboration.
+
+    The second phase freezes the network and trains collaborating classifiers on it, for as many epochs and from
+    the same rate as the first, with distillation from the network's last head.
+    """
+
+    equilibrium: bool = False
+    collaboration: bool = False
+    temperature: float = _at_least(0.01, 3.0)
+    gamma: float = _at_least(0, 0.9)
+
+
+@dataclass(frozen=True)
 class RunConfig:
     """One complete run."""
 
@@ -116,6 +130,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     weighting: WeightingConfig = field(default_factory=WeightingConfig)
+    imta: ImtaConfig = field(default_factory=ImtaConfig)
     seed: int = _at_least(0, 0)
     recipe: str | None = None
 
@@ -124,6 +139,13 @@ class RunConfig:
             raise ValueError(f"train.batch must be even, it is trained on in two halves; got {self.train.batch}")
         if self.train.nesterov and not self.train.momentum:
             raise ValueError("train.nesterov needs train.momentum above 0")
+        if self.imta.equilibrium and self.weighting.engine == "finite_difference":
+            raise ValueError(
+                "weighting.engine=finite_difference cannot go with imta.equilibrium, whose scaled gradients no "
+                "difference of forward passes can see; use forward_mode"
+            )
+        if self.imta.gamma > 1:
+            raise ValueError(f"imta.gamma must lie between 0 and 1, got {self.imta.gamma:g}")
         if self.weighting.name == "learned" and self.train.clip_norm is not None:
             raise ValueError(
                 "train.clip_norm cannot go with learned weights: clipping by global norm couples all params, so "

@@ -80,9 +80,23 @@ class _PlainBar(Bar):
         self.line(f"{self.text}: {self.done}/{self.total}, {rate:,.0f} images/s, {left} left")
 
 
+class _SilentBar(Bar):
+    def advance(self, steps: int, images: int) -> None:
+        pass
+
+    def show(self, text: str) -> None:
+        pass
+
+    def line(self, text: str) -> None:
+        pass
+
+
 @contextmanager
-def progress(text: str, total: int, done: int = 0) -> Iterator[Bar]:
+def progress(text: str, total: int, done: int = 0, silent: bool = False) -> Iterator[Bar]:
     """A bar over `total` steps, `done` of which were done earlier, with throughput and time left."""
+    if silent:
+        yield _SilentBar()
+        return
     if not console.is_terminal:
         yield _PlainBar(text, total, done)
         return

@@ -28,7 +28,7 @@ from offramp.objectives.losses import exit_confidences, exit_losses, mean_weight
 from offramp.world import World
 
 # The first dual tensor makes torch load its own decompositions, which it warns about itself.
-with warnings.catch_warnings(action="ignore", category=FutureWarning), fwAD.dual_level():
+with warnings.catch_warnings(action="ignore"), fwAD.dual_level():
     fwAD.make_dual(torch.zeros(1), torch.zeros(1))
 
 Criterion = Callable[[Sequence[Tensor], Tensor], Tensor]

@@ -75,7 +75,10 @@ class MetricsLog:
                 self.events.add_scalar(tag, number, row["step"])
         self.events.flush()
 
-    def close(self) -> None:
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self.events.close()
 
     def _write(self) -> None:

@@ -37,7 +37,10 @@ class Method:
 
 @dataclass(frozen=True)
 class HalfResult:
-    """What one update saw and did, on this process's samples: no graph, nothing copied to the host."""
+    """What one update saw and did: no graph, nothing copied to the host.
+
+    Both losses are those of the global half, the rest is of this process's samples.
+    """
 
     loss: Tensor
     losses_BK: Tensor
@@ -115,7 +118,7 @@ def update(
     optimizer.step()
     torch.clear_autocast_cache()  # an autocast around the whole step would go on with the old params
     hits_K = torch.stack([(x.argmax(1) == labels).sum() for x in outputs[:num_exits]])
-    return HalfResult(loss.detach(), plain_BK.detach(), confidences_BK, weights_BK, hits_K, meta_loss)
+    return HalfResult(world.sum(loss.detach()), plain_BK.detach(), confidences_BK, weights_BK, hits_K, meta_loss)
 
 
 def sum_gradients(model: nn.Module, world: World) -> None:

@@ -7,17 +7,25 @@ a run that was stopped anywhere goes on as if it had not been. Nothing in a step
 from __future__ import annotations
 
 import math
+import signal
 import time
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
+from offramp.build import (
+    fit_to_data,
+    new_method,
+    new_model,
+    new_optimizer,
+    on_top_of,
+    refuse_other_size,
+    without_collaboration,
+)
 from offramp.checkpoint import (
     State,
     load_optimizer_tensors,
@@ -25,125 +33,131 @@ from offramp.checkpoint import (
     optimizer_tensors,
     save_state,
 )
-from offramp.config import RunConfig, TrainConfig
+from offramp.config import RunConfig
 from offramp.console import Bar, progress
 from offramp.data import Dataset, load_dataset
-from offramp.device import pick_device, training_dtype
+from offramp.device import pick_device
 from offramp.evaluate import accuracy
-from offramp.files import writing
-from offramp.meta import ENGINES
+from offramp.meta import Criterion
 from offramp.models import store
-from offramp.models.exits import ExitNet, ModelSpec
-from offramp.objectives.allocation import allocate
-from offramp.objectives.weighting import (
-    FrozenWeighting,
-    LearnedWeighting,
-    SelectionWeighting,
-    SlopedWeighting,
-    UniformWeighting,
-    Weighting,
-)
+from offramp.models.collaboration import CollaborativeNet
+from offramp.models.exits import ExitNet
+from offramp.objectives.imta import OneForAll
+from offramp.objectives.losses import exit_losses
+from offramp.objectives.weighting import LearnedWeighting, Weighting
 from offramp.runs import MetricsLog, begin_run
 from offramp.seeds import mix
-from offramp.step import HalfResult, Method, iterate
+from offramp.step import Method, iterate
 from offramp.stopping import Stopped, caught_signals
-
-SLOPE = (0.6, 1.4)  # the paper's fixed weights, first to last exit
-SAMPLES_KEPT = 256
+from offramp.tally import Tally, kept_in, save_samples
+from offramp.world import World, joined_world
 
 
 def train_run(config: RunConfig, out: str | Path, *, device: str = "auto", resume: bool = False) -> Path:
-    """Train into the run folder `out` and return it; `resume` goes on from the folder's last state."""
+    """Train into the run folder `out` and return it; `resume` goes on from the folder's last state.
+
+    Under torchrun all processes call this; the first one writes.
+    """
     out, place = Path(out), pick_device(device)
-    data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.options())
-    config = fit_to_data(config, data)
+    with joined_world(place) as world:
+        data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.options())
+        config = fit_to_data(config, data)
+        model = new_model(config)
+        refuse_other_size(model, data)
+        setup = Setup(data, place, world)
+        if not isinstance(model, CollaborativeNet):
+            model.equilibrium = config.imta.equilibrium
+            return fit(config, out, setup, model, model, exit_losses, resume)
+        setup.begin(out, config, resume)
+        first = without_collaboration(config)
+        alone = new_model(first)
+        alone.equilibrium = config.imta.equilibrium
+        fit(first, out / "phase1", setup, alone, alone, exit_losses, resume=True)
+        module = on_top_of(out / "phase1", model)
+        distilled = OneForAll(config.imta.temperature, config.imta.gamma)
+        return fit(config, out, setup, model, module, distilled, resume=True)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where a run takes place."""
+
+    data: Dataset
+    device: torch.device
+    world: World
+
+    @property
+    def writes(self) -> bool:
+        return self.world.rank == 0
+
+    def begin(self, out: Path, config: RunConfig, resume: bool) -> None:
+        """Make or check the run folder, in the first process; the others wait for it."""
+        if self.writes:
+            begin_run(out, config, self.device, resume)
+        self.world.any([True], self.device)
+
+
+def fit(
+    config: RunConfig,
+    out: Path,
+    setup: Setup,
+    model: ExitNet,
+    module: nn.Module,
+    criterion: Criterion,
+    resume: bool,
+) -> Path:
+    """The loop. `model` is what is saved; `module` is what is called, the model itself or a wrapper around it."""
+    data, place, world = setup.data, setup.device, setup.world
     steps = data.steps_per_epoch(config.train.batch)
     total = steps * config.train.epochs
-    model = new_model(config).to(place, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    refuse_other_size(model, data)
-    begin_run(out, config, place, resume)
+    module.to(place, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     optimizer = new_optimizer(model, config.train)
-    method = new_method(config, model.num_exits, place)
+    method = new_method(config, model.num_exits, criterion, place, world)
     tally = Tally(model.num_exits, place)
+    places = world.own_places(config.train.batch) if world.size > 1 else None
+    setup.begin(out, config, resume)
     step = restore(out, model, optimizer, method, tally) if resume else 0
-    stream = data.stream(config.train.batch, config.seed, place, start=step)
-    metrics = MetricsLog(out, step)
+    stream = data.stream(config.train.batch, config.seed, place, step, places)
     saver = Saver(config.train.save_seconds)
     began, began_step = time.monotonic(), step
-    with caught_signals() as caught, progress("training", total, step) as bar:
+    with (
+        caught_signals() as caught,
+        progress("training", total, step, silent=not setup.writes) as bar,
+        MetricsLog(out, step) if setup.writes else nullcontext() as metrics,
+    ):
         while step < total:
             set_rates(optimizer, method.weighting, config.train.initial_rate, cosine(step, total))
-            torch.manual_seed(mix(config.seed, "step", step))  # for networks that draw, such as dropout
+            torch.manual_seed(mix(config.seed, "step", step, world.rank))  # for networks that draw: dropout
             images, labels = next(stream)
-            for half in iterate(model, optimizer, method, images, labels, step):
+            for half in iterate(module, optimizer, method, images, labels, step):
                 tally.add(half, step)
             step += 1
             bar.advance(1, config.train.batch)
             if step % steps == 0:
                 tally.refuse_non_finite(out)
-                row = epoch_row(step // steps, step, optimizer.param_groups[0]["lr"], tally)
-                if row["epoch"] % config.train.eval_every == 0 or step == total:
-                    row |= held_out(model, data, place)
-                seconds = time.monotonic() - began
-                row["images_per_s"] = round((step - began_step) * config.train.batch / seconds, 1)
-                save_samples(out, row["epoch"], half, config.weighting.q)
-                metrics.add(row)
-                report(bar, row, config.train.epochs)
+                row = epoch_row(step // steps, step, optimizer.param_groups[0]["lr"], tally.means(world))
+                if metrics:
+                    if row["epoch"] % config.train.eval_every == 0 or step == total:
+                        row |= held_out(model, data, place)
+                    images_done = (step - began_step) * config.train.batch
+                    row["images_per_s"] = round(images_done / (time.monotonic() - began), 1)
+                    save_samples(out, row["epoch"], half, config.weighting.q)
+                    metrics.add(row)
+                    report(bar, row, config.train.epochs)
                 tally.reset()
-            if saver.due() or caught or step == total:
+            stopping, due = world.any([bool(caught), saver.due()], place)
+            if due or stopping or step == total:
                 tally.refuse_non_finite(out)
                 refuse_bad_params(model, step, out)
-                save_state(out, current_state(step, model, optimizer, method, tally))
-            if caught and step < total:
-                metrics.close()
-                raise Stopped(caught[0], f"stopped at step {step} of {total}, saved; go on with --resume")
-    metrics.close()
-    store.write_tensors(out / store.WEIGHTS, model.state_dict())
+                state = current_state(step, model, optimizer, method, tally)
+                if setup.writes:
+                    save_state(out, state)
+            if stopping and step < total:
+                signum = caught[0] if caught else signal.SIGTERM  # another process's
+                raise Stopped(signum, f"stopped at step {step} of {total}, saved; go on with --resume")
+    if setup.writes:
+        store.write_tensors(out / store.WEIGHTS, model.state_dict())
     return out
-
-
-class Tally:
-    """Sums over an epoch, kept on the device: losses, hits, and the first step whose loss was not finite."""
-
-    def __init__(self, num_exits: int, device: torch.device) -> None:
-        self.tensors = {
-            "losses": torch.zeros(num_exits, dtype=torch.float64, device=device),
-            "hits": torch.zeros(num_exits, dtype=torch.int64, device=device),
-            "seen": torch.zeros((), dtype=torch.int64, device=device),
-            "meta_loss": torch.zeros((), dtype=torch.float64, device=device),
-            "meta_updates": torch.zeros((), dtype=torch.int64, device=device),
-            "first_bad": torch.full((), -1, dtype=torch.int64, device=device),
-        }
-
-    def add(self, half: HalfResult, step: int) -> None:
-        sums = self.tensors
-        sums["losses"] += half.losses_BK.sum(0, dtype=torch.float64)
-        sums["hits"] += half.hits_K
-        sums["seen"] += len(half.losses_BK)
-        is_first = ~torch.isfinite(half.loss) & (sums["first_bad"] < 0)
-        sums["first_bad"].masked_fill_(is_first, step)
-        if half.meta_loss is not None:
-            sums["meta_loss"] += half.meta_loss
-            sums["meta_updates"] += 1
-
-    def means(self) -> dict[str, Any]:
-        seen, meta_updates = self.tensors["seen"].item(), self.tensors["meta_updates"].item()
-        means: dict[str, Any] = {
-            "train_loss": (self.tensors["losses"] / seen).tolist(),
-            "train_top1": (self.tensors["hits"] / seen).tolist(),
-        }
-        if meta_updates:
-            means["meta_loss"] = self.tensors["meta_loss"].item() / meta_updates
-        return means
-
-    def refuse_non_finite(self, run: Path) -> None:
-        step = int(self.tensors["first_bad"].item())
-        if step >= 0:
-            raise ValueError(f"the loss was not finite at step {step}; {_kept(run)}")
-
-    def reset(self) -> None:
-        for name, tensor in self.tensors.items():
-            tensor.fill_(-1 if name == "first_bad" else 0)
 
 
 class Saver:
@@ -159,94 +173,11 @@ class Saver:
         return True
 
 
-def fit_to_data(config: RunConfig, data: Dataset) -> RunConfig:
-    """Fill in the number of classes; refuse a network that was made for other data."""
-    if config.model.num_classes not in (None, data.num_classes):
-        raise ValueError(
-            f"model.num_classes is {config.model.num_classes}, but {data.name} has {data.num_classes} classes"
-        )
-    return replace(config, model=replace(config.model, num_classes=data.num_classes))
-
-
-def refuse_other_size(model: ExitNet, data: Dataset) -> None:
-    if model.input_shape[-1] != data.image_size:
-        raise ValueError(
-            f"the model takes images of {model.input_shape[-1]} pixels, {data.name} gives {data.image_size}; "
-            f"set model.overrides.image_size={data.image_size}"
-        )
-
-
 def refuse_bad_params(model: ExitNet, step: int, run: Path) -> None:
     """A finite loss can still have had a gradient that was not: such params are never saved."""
     finite = torch.stack([p.isfinite().all() for p in model.parameters()]).all()
     if not finite:
-        raise ValueError(f"the params are not finite after step {step}; {_kept(run)}")
-
-
-def _kept(run: Path) -> str:
-    return f"the last good state is kept in {run / 'last'}; try a lower train.learning_rate"
-
-
-def new_model(config: RunConfig) -> ExitNet:
-    """A fresh network, its params drawn from the seed."""
-    assert config.model.num_classes is not None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(mix(config.seed, "init"))
-        return store.build(ModelSpec(config.model.name, config.model.num_classes, config.model.overrides))
-
-
-def new_optimizer(model: ExitNet, config: TrainConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(
-        model.parameters(),
-        lr=config.initial_rate,
-        momentum=config.momentum,
-        weight_decay=config.weight_decay,
-        nesterov=config.nesterov,
-    )
-
-
-def new_method(config: RunConfig, num_exits: int, device: torch.device) -> Method:
-    """The configured weighting and how it is trained."""
-    settings = config.weighting
-    dtype = training_dtype(config.train.precision, device)
-    return Method(
-        new_weighting(config, num_exits, device),
-        ENGINES[settings.engine],
-        settings.q,
-        settings.objective,
-        settings.look_ahead,
-        settings.interval,
-        clip_norm=config.train.clip_norm,
-        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-    )
-
-
-def new_weighting(config: RunConfig, num_exits: int, device: torch.device) -> Weighting:
-    """The weighting object that the configuration names."""
-    settings = config.weighting
-    if settings.name in ("ascending", "descending"):
-        return SlopedWeighting(*SLOPE if settings.name == "ascending" else SLOPE[::-1])
-    if settings.name == "selection":
-        return SelectionWeighting(settings.q)
-    if settings.name == "uniform":
-        return UniformWeighting()
-    shape = {key: getattr(settings, key) for key in ("inputs", "depth", "width", "delta", "centring", "bound")}
-    shape |= {"seed": config.seed, "device": device}
-    if settings.name == "frozen":
-        assert settings.from_run is not None
-        frozen = FrozenWeighting(num_exits, **shape)
-        frozen.load_tensors(finished_weighting(Path(settings.from_run)))
-        return frozen
-    rates = {key: getattr(settings, key) for key in ("learning_rate", "weight_decay")}
-    return LearnedWeighting(num_exits, **shape, **rates)
-
-
-def finished_weighting(run: Path) -> Mapping[str, Tensor]:
-    """The weight net of a finished run."""
-    state = load_state(run)
-    if state is None or not state.parts["weighting"]:
-        raise ValueError(f"{run} holds no weight net: it is not a run with learned weights")
-    return state.parts["weighting"]
+        raise ValueError(f"the params are not finite after step {step}; {kept_in(run)}")
 
 
 def set_rates(optimizer: torch.optim.Optimizer, weighting: Weighting, initial: float, share: float) -> None:
@@ -267,7 +198,7 @@ def current_state(step: int, model: ExitNet, optimizer: torch.optim.Optimizer, m
         "model": model.state_dict(),
         "optimizer": optimizer_tensors(model, optimizer),
         "weighting": method.weighting.tensors(),
-        "tally": tally.tensors,
+        "tally": tally.summed(method.world),
     }
     return State(step, parts, info={})
 
@@ -280,27 +211,12 @@ def restore(run: Path, model: ExitNet, optimizer: torch.optim.Optimizer, method:
     store.load_state(model, state.parts["model"], run / "last")
     load_optimizer_tensors(model, optimizer, state.parts["optimizer"])
     method.weighting.load_tensors(state.parts["weighting"])
-    for name, tensor in tally.tensors.items():
-        tensor.copy_(state.parts["tally"][name])
+    tally.load(state.parts["tally"], method.world)
     return state.step
 
 
-def epoch_row(epoch: int, step: int, rate: float, tally: Tally) -> dict[str, Any]:
-    return {"epoch": epoch, "step": step, "learning_rate": rate, **tally.means()}
-
-
-def save_samples(run: Path, epoch: int, half: HalfResult, q: float) -> None:
-    """Keep what some samples of the epoch's last half looked like, for the report."""
-    rows = slice(SAMPLES_KEPT)
-    kept = {
-        "losses": half.losses_BK[rows],
-        "confidences": half.confidences_BK[rows],
-        "weights": half.weights_BK[rows],
-        "exits": allocate(half.confidences_BK, q)[rows],
-    }
-    with writing(run / "samples" / f"epoch-{epoch:04d}.npz") as file:
-        arrays: dict[str, Any] = {name: tensor.float().cpu().numpy() for name, tensor in kept.items()}
-        np.savez_compressed(file, **arrays)
+def epoch_row(epoch: int, step: int, rate: float, means: dict[str, Any]) -> dict[str, Any]:
+    return {"epoch": epoch, "step": step, "learning_rate": rate, **means}
 
 
 def held_out(model: ExitNet, data: Dataset, device: torch.device) -> dict[str, Any]:

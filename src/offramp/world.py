@@ -30,6 +30,12 @@ class World:
         each = total // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
 
+    def own_places(self, batch: int) -> Tensor:
+        """Which places of a loader batch are this process's: its share of either half."""
+        if batch % (2 * self.size):
+            raise ValueError(f"a batch of {batch} cannot be shared evenly by {self.size} processes in two halves")
+        return torch.arange(batch).view(2, self.size, -1)[:, self.rank].reshape(-1)
+
     def own_rows(self, rows: Tensor) -> Tensor:
         """This process's part of what `gather` gave."""
         return rows if self.size == 1 else rows[self.own_slice(len(rows))]

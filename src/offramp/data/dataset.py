@@ -49,9 +49,12 @@ class Dataset(ABC):
 
     @abstractmethod
     def stream(
-        self, batch_size: int, seed: int, device: torch.device, start: int = 0
+        self, batch_size: int, seed: int, device: torch.device, start: int = 0, places: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Augmented training batches `start`, `start + 1`, ... of an endless reshuffled stream."""
+        """Augmented training batches `start`, `start + 1`, ... of an endless reshuffled stream.
+
+        `places` picks some places of every batch, for one of several processes.
+        """
 
     @abstractmethod
     def sweep(self, split: str, batch_size: int, device: torch.device) -> Iterator[Batch]:
@@ -135,16 +138,17 @@ class ArrayDataset(Dataset):
         return len(self.splits[split].labels)
 
     def stream(
-        self, batch_size: int, seed: int, device: torch.device, start: int = 0
+        self, batch_size: int, seed: int, device: torch.device, start: int = 0, places: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
         images, labels = self._on(device, "train")
+        mine = slice(None) if places is None else places.to(device)
         shuffle = Shuffle(len(labels), seed, device)
         draw = torch.Generator(device=device)
         for step in count(start):
             rows = shuffle.rows(step * batch_size, batch_size)
             draw.manual_seed(mix(seed, "augment", step))
-            batch = self.augmentation(images[rows], draw)
-            yield normalise(batch, self.mean, self.std), labels[rows]
+            batch = self.augmentation(images[rows], draw)[mine]
+            yield normalise(batch, self.mean, self.std), labels[rows][mine]
 
     def sweep(self, split: str, batch_size: int, device: torch.device) -> Iterator[Batch]:
         images, labels = self._on(device, split)

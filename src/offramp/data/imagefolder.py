@@ -190,14 +190,15 @@ class ImageFolderDataset(Dataset):
         return len(self.splits[split].paths)
 
     def stream(
-        self, batch_size: int, seed: int, device: torch.device, start: int = 0
+        self, batch_size: int, seed: int, device: torch.device, start: int = 0, places: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
+        mine = range(batch_size) if places is None else places.tolist()
         shuffle = Shuffle(self.size("train"), seed, torch.device("cpu"))
 
         def requests() -> Iterator[list[Request]]:
             for step in count(start):
                 rows = shuffle.rows(step * batch_size, batch_size).tolist()
-                yield [Request(row, mix(seed, "augment", step, at)) for at, row in enumerate(rows)]
+                yield [Request(rows[at], mix(seed, "augment", step, at)) for at in mine]
 
         for images, labels, _ in self._load("train", requests(), device):
             yield images, labels

@@ -116,15 +116,15 @@ class CellNet(ExitNet):
         self.schedule = schedule
         return self
 
-    def step(self, k: int, state: State) -> tuple[Tensor, State]:
+    def advance(self, k: int, state: State) -> tuple[Tensor, State]:
         stage = self._stages[k - 1]
         values = dict(zip(stage.takes, state, strict=True))
         for task in stage.tasks:
             values[task.name] = self.cells[task.name](*(values[name] for name in task.inputs))
             for name in task.dead:
                 del values[name]
-        logits = self.heads[k - 1](values[stage.head_input])
-        return logits, tuple(values[name] for name in stage.gives)
+        feature, values[stage.head_input] = self.balanced(k, values[stage.head_input])
+        return feature, tuple(values[name] for name in stage.gives)
 
     def _refuse_unused_cells(self) -> None:
         used: set[str] = set().union(*(_needed_by(self._graph, name) for name in self._head_inputs))

@@ -10,12 +10,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 State = tuple[Tensor, ...]
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """The identity, whose gradients are scaled; tangents too, or the meta-gradient would be silently wrong."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, factor: float) -> Tensor:
+        return x.clone()  # a view would need a view as tangent
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return ctx.factor * gradient, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return ctx.factor * tangent
+
+
+def scale_gradient(x: Tensor, factor: float) -> Tensor:
+    """`x` itself; whatever is derived through it is scaled by `factor`."""
+    return cast(Tensor, _ScaledGradient.apply(x, factor))
 
 
 @dataclass(frozen=True)
@@ -39,13 +66,32 @@ class ExitNet(nn.Module):
         super().__init__()
         self.num_exits = num_exits
         self.input_shape = input_shape
+        self.heads = nn.ModuleList()
+        self.equilibrium = False
+
+    def advance(self, k: int, state: State) -> tuple[Tensor, State]:
+        """Run stage `k` without its head; give the feature that the head reads and the next state."""
+        raise NotImplementedError
 
     def step(self, k: int, state: State) -> tuple[Tensor, State]:
         """Run stage `k` (1..K) on the state before it; give the logits of exit `k` and the next state.
 
         The state before stage 1 is `(images,)`.
         """
-        raise NotImplementedError
+        feature, state = self.advance(k, state)
+        return self.heads[k - 1](feature), state
+
+    def balanced(self, k: int, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """The feature of exit `k` for its head and for what comes after.
+
+        Under gradient equilibrium (IMTA) stage k receives (g_head + (K-k) g_next) / (K-k+1); otherwise both
+        are the feature as it is.
+        """
+        if not (self.equilibrium and self.training):
+            return feature, feature
+        left = self.num_exits - k
+        feature = scale_gradient(feature, 1 / (left + 1))
+        return feature, scale_gradient(feature, float(left))
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """The logits of all exits, first to last."""
@@ -86,9 +132,9 @@ class _PartsNet(ExitNet):
         self.stages = nn.ModuleList(stages)
         self.heads = nn.ModuleList(heads)
 
-    def step(self, k: int, state: State) -> tuple[Tensor, State]:
-        features = self.stages[k - 1](*state)
-        state = (features,) if isinstance(features, torch.Tensor) else tuple(features)
-        logits = self.heads[k - 1](state[-1])
+    def advance(self, k: int, state: State) -> tuple[Tensor, State]:
+        given = self.stages[k - 1](*state)
+        state = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+        feature, onward = self.balanced(k, state[-1])
         # After the last exit nothing is needed any more.
-        return logits, state if k < self.num_exits else ()
+        return feature, (*state[:-1], onward) if k < self.num_exits else ()

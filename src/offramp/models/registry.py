@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from offramp.choices import unknown
+from offramp.models.collaboration import CollaborativeNet
 from offramp.models.exits import ExitNet, ModelSpec
 from offramp.models.msdnet import msdnet
 from offramp.models.ranet import ranet
@@ -57,17 +58,20 @@ def create_model(name: str, num_classes: int | None = None, **overrides: Any) ->
     """Build a registered network with fresh params.
 
     `overrides` replace the entry's settings: for an MSDNet `blocks`, `growth`, `factors`, `scales`,
-    `image_size` and more.
+    `image_size` and more. `collaboration=True` puts IMTA's collaborating classifiers on any of ours.
     """
     entry = model_entry(name)
     classes = entry.num_classes if num_classes is None else num_classes
     if type(classes) is not int or classes < 2:
         raise ValueError(f"num_classes must be a whole number from 2 up, got {classes!r}")
+    collaboration = overrides.pop("collaboration", False)
     allowed = override_names(name)
     for key in overrides:
         if allowed is not None and key not in allowed:
             raise ValueError(unknown(f"override of model {name!r}", key, allowed))
     model = entry.builder(classes, **{**entry.settings, **overrides})
+    if collaboration:
+        model, overrides = CollaborativeNet(model), {**overrides, "collaboration": True}
     model.spec = ModelSpec(name, classes, _as_json(overrides))
     return model
 

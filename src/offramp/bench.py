@@ -1,0 +1,132 @@
+"""Benchmarks. `bench_train`: what learned weights cost beside conventional training, in one run.
+
+Rows are timed in turn, again and again, so that a busy machine slows all of them alike; the median counts. The
+ratio is a learned loader batch over two baseline updates of half of it. Memory on a CPU is measured in a fresh
+process per row: how far a few steps make it grow.
+"""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offramp.console import progress
+from offramp.device import pick_device, training_dtype
+from offramp.meta import ENGINES
+from offramp.models.registry import create_model
+from offramp.objectives.weighting import LearnedWeighting, UniformWeighting
+from offramp.step import Method, iterate
+
+BASELINE = "baseline, two updates of half a batch"
+ROWS = (BASELINE, *(f"learned, {engine}" for engine in ENGINES))
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class TrainBench:
+    """One row: a loader batch, its time, throughput, peak memory, and the ratio to the baseline."""
+
+    name: str
+    milliseconds: float
+    images_per_s: float
+    peak_mb: float
+    ratio: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def bench_train(
+    model: str, batch: int, device: str = "auto", precision: str = "auto", repeats: int = 7
+) -> list[TrainBench]:
+    """Time and weigh one loader batch of every row."""
+    if batch < 4 or batch % 2:
+        raise ValueError(f"batch must be even and at least 4, got {batch}")
+    place = pick_device(device)
+    steps = {row: new_step(row, model, batch, place, precision) for row in ROWS}
+    times: dict[str, list[float]] = {row: [] for row in ROWS}
+    with progress("bench", (repeats + WARM_UP) * len(ROWS)) as bar:
+        for repeat in range(repeats + WARM_UP):
+            for row, step in steps.items():
+                seconds = timed(step, place)
+                if repeat >= WARM_UP:
+                    times[row].append(seconds)
+                bar.advance(1, batch)
+    steps.clear()
+    medians = {row: statistics.median(seconds) for row, seconds in times.items()}
+    return [
+        TrainBench(
+            row,
+            round(1000 * seconds, 2),
+            round(batch / seconds, 1),
+            round(peak_megabytes(row, model, batch, place, precision), 1),
+            round(seconds / medians[BASELINE], 3),
+        )
+        for row, seconds in medians.items()
+    ]
+
+
+def new_step(row: str, name: str, batch: int, device: torch.device, precision: str) -> Callable[[], object]:
+    """One loader batch of random images, trained on as the row says."""
+    torch.manual_seed(0)
+    model = create_model(name).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert model.spec is not None
+    images = torch.randn(batch, *model.input_shape, device=device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(model.spec.num_classes, (batch,), device=device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    dtype = training_dtype(precision, device)
+    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
+    if row == BASELINE:
+        method = Method(UniformWeighting(), autocast=autocast)
+    else:
+        engine = ENGINES[row.removeprefix("learned, ")]
+        method = Method(LearnedWeighting(model.num_exits, device=device), engine, autocast=autocast)
+    return partial(iterate, model, optimizer, method, images, labels, 0)
+
+
+def timed(step: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one step, the device's work included."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    began = time.perf_counter()
+    step()
+    wait()
+    return time.perf_counter() - began
+
+
+def peak_megabytes(row: str, name: str, batch: int, device: torch.device, precision: str) -> float:
+    """What a few steps need beyond what was there before them."""
+    if device.type == "cuda":
+        step = new_step(row, name, batch, device, precision)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step(), step()
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(_grown_megabytes, row, name, batch, precision).result()
+
+
+def _grown_megabytes(row: str, name: str, batch: int, precision: str) -> float:
+    step = new_step(row, name, batch, torch.device("cpu"), precision)
+    before = _peak_kilobytes()
+    step(), step()
+    return (_peak_kilobytes() - before) / 2**10
+
+
+def _peak_kilobytes() -> int:
+    """This process's largest size so far; getrusage would count the parent's as well where /proc exists."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))

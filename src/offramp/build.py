@@ -1,0 +1,131 @@
+"""From a configuration to the things it names: the network, the optimiser, the weighting."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from offramp.checkpoint import load_state
+from offramp.config import RunConfig, TrainConfig
+from offramp.data import Dataset
+from offramp.device import training_dtype
+from offramp.meta import ENGINES, Criterion
+from offramp.models import store
+from offramp.models.collaboration import CollaborativeNet, WithTeacher, classifier
+from offramp.models.exits import ExitNet, ModelSpec
+from offramp.objectives.weighting import (
+    FrozenWeighting,
+    LearnedWeighting,
+    SelectionWeighting,
+    SlopedWeighting,
+    UniformWeighting,
+    Weighting,
+)
+from offramp.seeds import mix
+from offramp.step import Method
+from offramp.world import World
+
+SLOPE = (0.6, 1.4)  # the paper's fixed weights, first to last exit
+
+
+def fit_to_data(config: RunConfig, data: Dataset) -> RunConfig:
+    """Fill in the number of classes; refuse a network that was made for other data."""
+    if config.model.num_classes not in (None, data.num_classes):
+        raise ValueError(
+            f"model.num_classes is {config.model.num_classes}, but {data.name} has {data.num_classes} classes"
+        )
+    overrides = config.model.overrides | ({"collaboration": True} if config.imta.collaboration else {})
+    return replace(config, model=replace(config.model, num_classes=data.num_classes, overrides=overrides))
+
+
+def refuse_other_size(model: ExitNet, data: Dataset) -> None:
+    if model.input_shape[-1] != data.image_size:
+        raise ValueError(
+            f"the model takes images of {model.input_shape[-1]} pixels, {data.name} gives {data.image_size}; "
+            f"set model.overrides.image_size={data.image_size}"
+        )
+
+
+def new_model(config: RunConfig) -> ExitNet:
+    """A fresh network, its params drawn from the seed."""
+    assert config.model.num_classes is not None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mix(config.seed, "init"))
+        return store.build(ModelSpec(config.model.name, config.model.num_classes, config.model.overrides))
+
+
+def new_optimizer(model: ExitNet, config: TrainConfig) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        [p for p in model.parameters() if p.requires_grad],
+        lr=config.initial_rate,
+        momentum=config.momentum,
+        weight_decay=config.weight_decay,
+        nesterov=config.nesterov,
+    )
+
+
+def new_method(config: RunConfig, num_exits: int, criterion: Criterion, device: torch.device, world: World) -> Method:
+    """The configured weighting and how it is trained."""
+    settings = config.weighting
+    dtype = training_dtype(config.train.precision, device)
+    return Method(
+        new_weighting(config, num_exits, device),
+        ENGINES[settings.engine],
+        settings.q,
+        settings.objective,
+        settings.look_ahead,
+        settings.interval,
+        clip_norm=config.train.clip_norm,
+        criterion=criterion,
+        world=world,
+        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
+    )
+
+
+def new_weighting(config: RunConfig, num_exits: int, device: torch.device) -> Weighting:
+    """The weighting object that the configuration names."""
+    settings = config.weighting
+    if settings.name in ("ascending", "descending"):
+        return SlopedWeighting(*SLOPE if settings.name == "ascending" else SLOPE[::-1])
+    if settings.name == "selection":
+        return SelectionWeighting(settings.q)
+    if settings.name == "uniform":
+        return UniformWeighting()
+    shape = {key: getattr(settings, key) for key in ("inputs", "depth", "width", "delta", "centring", "bound")}
+    shape |= {"seed": config.seed, "device": device}
+    if settings.name == "frozen":
+        assert settings.from_run is not None
+        frozen = FrozenWeighting(num_exits, **shape)
+        frozen.load_tensors(finished_weighting(Path(settings.from_run)))
+        return frozen
+    rates = {key: getattr(settings, key) for key in ("learning_rate", "weight_decay")}
+    return LearnedWeighting(num_exits, **shape, **rates)
+
+
+def finished_weighting(run: Path) -> Mapping[str, Tensor]:
+    """The weight net of a finished run."""
+    state = load_state(run)
+    if state is None or not state.parts["weighting"]:
+        raise ValueError(f"{run} holds no weight net: it is not a run with learned weights")
+    return state.parts["weighting"]
+
+
+def without_collaboration(config: RunConfig) -> RunConfig:
+    """The first phase of a run with collaboration."""
+    overrides = {k: v for k, v in config.model.overrides.items() if k != "collaboration"}
+    model = replace(config.model, overrides=overrides)
+    return replace(config, model=model, imta=replace(config.imta, collaboration=False))
+
+
+def on_top_of(phase1: Path, model: CollaborativeNet) -> WithTeacher:
+    """Put the first phase's network under the collaborating heads; its own last head becomes the teacher."""
+    trained = store.load_model(phase1)
+    teacher = classifier(trained.heads[-1])
+    under = {k: v for k, v in trained.state_dict().items() if k in model.base.state_dict()}
+    model.base.load_state_dict(under)
+    return WithTeacher(model, teacher)

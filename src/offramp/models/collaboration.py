@@ -1,0 +1,76 @@
+"""Inline collaboration (IMTA, Li et al., ICCV 2019): each exit's classifier also hears the one before it.
+
+A trained network is frozen; new linear heads on its pooled features f_k are trained:
+
+    h_1 = Lin(f_1);   c_k = ReLU(BN(Lin(h_k)));   h_{k+1} = Lin([f_{k+1}, c_k])
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from offramp.models.exits import ExitNet, State
+
+
+def classifier(head: nn.Module) -> nn.Linear:
+    """The linear layer of a head of ours."""
+    linear = getattr(head, "linear", None)
+    if not isinstance(linear, nn.Linear) or not hasattr(head, "features"):
+        raise ValueError("collaboration needs heads with `features` and a `linear` layer, as MSDNet's and RANet's")
+    return linear
+
+
+class CollaborativeNet(ExitNet):
+    """`base` without its linear classifiers, frozen, under collaborating ones; the state carries h_k last."""
+
+    def __init__(self, base: ExitNet) -> None:
+        super().__init__(base.num_exits, base.input_shape)
+        linears = [classifier(head) for head in base.heads]
+        widths, classes = [linear.in_features for linear in linears], linears[0].out_features
+        for head in base.heads:
+            head.linear = nn.Identity()
+        self.base = base.requires_grad_(False)
+        self.heads = nn.ModuleList(nn.Linear(width + (width if k else 0), classes) for k, width in enumerate(widths))
+        self.passes = nn.ModuleList(
+            nn.Sequential(nn.Linear(classes, width), nn.BatchNorm1d(width), nn.ReLU(inplace=True))
+            for width in widths[1:]
+        )
+
+    def train(self, mode: bool = True) -> CollaborativeNet:
+        """Frozen means frozen: the base's BatchNorm stays in evaluation mode."""
+        super().train(mode)
+        self.base.eval()
+        return self
+
+    def advance(self, k: int, state: State) -> tuple[Tensor, State]:
+        *inner, before = state if k > 1 else (*state, state[0])
+        x, onward = self.base.advance(k, tuple(inner))
+        feature = self.base.heads[k - 1].features(x)  # type: ignore[operator]
+        if k > 1:
+            feature = torch.cat([feature, self.passes[k - 2](before)], dim=1)
+        return feature, onward
+
+    def step(self, k: int, state: State) -> tuple[Tensor, State]:
+        feature, onward = self.advance(k, state)
+        logits = self.heads[k - 1](feature)
+        return logits, (*onward, logits) if k < self.num_exits else ()
+
+
+class WithTeacher(nn.Module):
+    """For training: the K collaborating logits and, last, those of the frozen network's own last head."""
+
+    def __init__(self, net: CollaborativeNet, teacher: nn.Linear) -> None:
+        super().__init__()
+        self.net = net
+        self.teacher = teacher.requires_grad_(False)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        state: State = (images,)
+        outputs: list[Tensor] = []
+        for k in range(1, self.net.num_exits + 1):
+            feature, onward = self.net.advance(k, state)
+            outputs.append(self.net.heads[k - 1](feature))
+            state = (*onward, outputs[-1])
+        own = feature[:, : self.teacher.in_features]  # f_K comes before what was passed on
+        return [*outputs, self.teacher(own)]
