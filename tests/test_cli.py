@@ -87,7 +87,7 @@ def test_a_mistake_is_one_sentence(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("verb", ["models", "info", "recipes", "train", "eval", "demo"])
+@pytest.mark.parametrize("verb", ["models", "info", "recipes", "train", "eval", "bench", "demo"])
 def test_every_verb_has_help(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     code, out, _ = offramp(capsys, verb, "--help")
     assert code == 0 and "Usage" in out

@@ -148,16 +148,18 @@ def bench_train_command(
 ) -> None:
     """Time a training step with learned weights, by each engine, beside conventional training."""
     from offramp.bench import bench_train
+    from offramp.device import device_name, pick_device
 
+    place = device_name(pick_device(device))
     rows = bench_train(model, batch, device, precision, repeats)
     if as_json:
-        print(json.dumps({"model": model, "batch": batch, "device": device, "rows": [r.to_json() for r in rows]}))
+        print(json.dumps({"model": model, "batch": batch, "device": place, "rows": [r.to_json() for r in rows]}))
         return
     cells = [
         [r.name, f"{r.milliseconds:,.1f}", f"{r.images_per_s:,.0f}", f"{r.peak_mb:,.0f}", f"{r.ratio:.2f}"]
         for r in rows
     ]
-    title = f"{model}, loader batch {batch}, {device}"
+    title = f"{model}, loader batch {batch}, {place}"
     print_table(title, ["step", "ms", "images/s", "peak MB", "ratio"], cells)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from offramp.config import RunConfig
+from offramp.device import device_name
 from offramp.files import read_json, write_bytes, write_json
 
 CONFIG = "config.json"
@@ -101,8 +102,7 @@ def environment(device: torch.device) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "packages": {name: _version(name) for name in packages},
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
-        "threads": torch.get_num_threads(),
+        "device": device_name(device),
         "git": _git_state(),
         "command": sys.argv[1:],
     }

@@ -24,7 +24,7 @@ TEST_SCANS = 400
 CHUNK = 4096
 
 
-def load_digits(seed: int = 0, train: int = 8_000, calibration: int = 2_000, test: int = 4_000) -> ArrayDataset:
+def load_digits(seed: int = 0, train: int = 6_000, calibration: int = 2_000, test: int = 4_000) -> ArrayDataset:
     """Draw the three splits; the numbers say how many images each holds."""
     _check_sizes(train=train, test=test)
     scans, labels = _scans()

@@ -1,0 +1,20 @@
+"""The benchmark runs and says what it should; no time is asserted."""
+
+from __future__ import annotations
+
+import pytest
+
+from offramp.bench import BASELINE, ROWS, bench_train
+
+
+def test_every_row_is_timed_and_weighed() -> None:
+    rows = bench_train("msdnet-tiny", 8, "cpu", repeats=1)
+    assert [row.name for row in rows] == list(ROWS)
+    assert all(row.milliseconds > 0 and row.peak_mb >= 0 for row in rows)
+    assert {row.name: row.ratio for row in rows}[BASELINE] == 1
+    assert rows[0].images_per_s == pytest.approx(8000 / rows[0].milliseconds, rel=0.01)
+
+
+def test_an_odd_batch_is_refused() -> None:
+    with pytest.raises(ValueError, match="even and at least 4"):
+        bench_train("msdnet-tiny", 7)
