@@ -64,6 +64,15 @@ def test_models_and_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> No
         (("info", "msdnet55"), "did you mean 'msdnet5'?"),
         (("info", "msdnet5", "--image-size", "9"), "too small"),
         (("info", "msdnet5", "--num-classes", "1"), "num_classes must be"),
+        (("info", "msdnet5", "--num-classes", "0"), "num_classes must be"),
+        (("info", "msdnet5", "--set", "num_classes=10"), "not an override"),
+        (("info", "msdnet5", "--set", "blocks=3"), "do not fit model 'msdnet5'"),
+        (("info", "msdnet5", "--set", "head_width=-1"), "do not fit model 'msdnet5'"),
+        (("train", "digits-baseline", "--out", "x", "--set", "model.overrides.num_classes=5"), "set model.num_classes"),
+        (("train", "digits-baseline", "--out", "x", "--device", "cuda:7"), "GPUs here"),
+        (("train", "digits-baseline", "--out", "x", "--set", "weighting.q=inf"), "finite number"),
+        (("bench", "train", "--precision", "bf16"), "did you mean 'bfloat16'"),
+        (("bench", "train", "--repeats", "0"), "repeats must be 1 or more"),
         (("train", "digits-bseline", "--out", "x"), "did you mean 'digits-baseline'?"),
         (("train", "digits-baseline", "--out", "x", "--set", "train.epoch=3"), "did you mean 'train.epochs'?"),
         (("train", "digits-baseline", "--out", "x", "--device", "tpu"), "use auto, cpu, cuda"),
@@ -110,6 +119,31 @@ def test_a_plugin_registers_models(
     assert json.loads(out)["exits"][0]["macs"] == 3072 * 4
     code, _, err = offramp(capsys, "info", "cli-test-net", "--lazy")
     assert code == 2 and "not made of cells" in err
+
+
+def test_a_plugin_may_lie_in_the_folder_one_works_in(tmp_path: Path) -> None:
+    (tmp_path / "here_nets.py").write_text("import offramp\nofframp.register_model('here', None, about='mine')\n")
+    words = [sys.executable, "-c", "from offramp.cli import main; main()", "--import", "here_nets", "models"]
+    assert "mine" in subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+
+def test_a_model_folder_is_not_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from offramp import create_model
+
+    create_model("msdnet-tiny").save(tmp_path)
+    code, _, err = offramp(capsys, "eval", str(tmp_path))
+    assert code == 2 and "holds a model, not a run" in err
+
+
+def test_bench_prints_nothing_but_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from offramp import bench as benches
+    from offramp import console as consoles
+
+    monkeypatch.setattr(consoles, "PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr(benches, "peak_megabytes", lambda *_: 0.0)
+    words = ("--model", "msdnet-tiny", "--batch", "8", "--device", "cpu", "--repeats", "1", "--json")
+    code, out, _ = offramp(capsys, "bench", "train", *words)
+    assert code == 0 and len(json.loads(out)["rows"]) == 4
 
 
 def test_train_then_eval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

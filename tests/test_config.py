@@ -45,7 +45,7 @@ def test_the_learning_rate_follows_the_batch() -> None:
         ("train.epochs=0", "train.epochs must be 1 or more"),
         ("train.epochs=true", "train.epochs must be a whole number, got True"),
         ("train.batch=7", "train.batch must be even"),
-        ("train.learning_rate=nan", "train.learning_rate must be 0 or more"),
+        ("train.learning_rate=nan", "train.learning_rate must be a finite number"),
         ("train.precision=bf16", "train.precision 'bf16' is unknown.*float32, bfloat16"),
         ("data.name=cifar", "did you mean 'cifar1"),
         ("weighting.name=fancy", "weighting.name 'fancy' is unknown"),

@@ -39,7 +39,7 @@ def test_hold_out_is_even_disjoint_and_by_seed() -> None:
 
 
 def test_hold_out_leaves_something_of_every_class() -> None:
-    with pytest.raises(ValueError, match="class 1 has only 2"):
+    with pytest.raises(ValueError, match="2 samples of class 1, which has only 2"):
         hold_out(np.array([0, 0, 0, 0, 1, 1]), 4, 0, "calibration")
 
 

@@ -32,11 +32,21 @@ def test_imagenets_layout(image_folder: Writer) -> None:
 def test_without_val_a_fifth_of_each_class_is_the_test_split(image_folder: Writer) -> None:
     root = image_folder(train=20, val=0, nested=False)
     data = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0)
-    assert [data.size(s) for s in ("train", "calibration", "test")] == [43, 5, 12]
+    assert [data.size(s) for s in ("train", "calibration", "test")] == [42, 6, 12]
     paths = [set(split.paths) for split in data.splits.values()]  # type: ignore[attr-defined]
     assert len(set.union(*paths)) == 60
     other = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0, seed=1)
     assert set(other.splits["test"].paths) != paths[2]  # type: ignore[attr-defined]
+
+
+def test_an_unbalanced_folder_gives_a_share_of_each_class(image_folder: Writer) -> None:
+    root = image_folder(train=40, val=0, nested=False)
+    for path in sorted((root / "class1").iterdir())[10:]:
+        path.unlink()
+    (root / ".cache").mkdir()
+    data = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0)
+    counts = [np.bincount(split.labels).tolist() for split in data.splits.values()]  # type: ignore[attr-defined]
+    assert counts == [[29, 7, 29], [3, 1, 3], [8, 2, 8]]
 
 
 def test_the_stream_does_not_depend_on_the_workers(image_folder: Writer) -> None:
@@ -105,6 +115,9 @@ def test_bad_folders_are_refused(image_folder: Writer, tmp_path: Path) -> None:
         load_dataset("imagefolder", data_dir=tmp_path / "nowhere")
     with pytest.raises(ValueError, match="at least two classes"):
         load_dataset("imagefolder", data_dir=tmp_path)
+    (tmp_path / "only" / "val").mkdir(parents=True)
+    with pytest.raises(ValueError, match="has val/ but no train/"):
+        load_dataset("imagefolder", data_dir=tmp_path / "only")
     root = image_folder()
     (root / "val" / "stranger").mkdir()
     with pytest.raises(ValueError, match="'stranger', which the training folder does not have"):

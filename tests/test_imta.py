@@ -149,6 +149,24 @@ def test_the_teacher_is_the_frozen_networks_own_last_head() -> None:
     torch.testing.assert_close(outputs[-1], expected)
 
 
+def test_the_teacher_is_no_exit_of_the_meta_objective() -> None:
+    """Exits share the meta half among themselves: the same meta loss with and without the teacher behind."""
+    from offramp.meta import meta_loss
+
+    torch.manual_seed(0)
+    base = create_model("msdnet-tiny", num_classes=4, **SMALL).double()
+    teacher = base.heads[-1].linear
+    net = CollaborativeNet(base).double().train()
+    x, y = batch(1)
+    losses = []
+    for module in (net, WithTeacher(net, teacher)):
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+        forward = Forward(x, y, torch.zeros(12, 2).double(), generator_states(x.device))
+        problem = Problem(module, optimizer, forward, torch.ones(12, 2).double(), *batch(2))
+        losses.append(meta_loss(problem, problem.params()).detach())
+    torch.testing.assert_close(losses[0], losses[1])
+
+
 @pytest.mark.parametrize("weighting", ["uniform", "learned"])
 def test_both_phases_train_resume_and_evaluate(
     tmp_path: Path, small_config: Callable[..., RunConfig], weighting: str

@@ -165,7 +165,7 @@ def test_every_weighting_trains_and_keeps_samples(tmp_path: Path, small_config: 
     assert all(torch.equal(net[k], same_net[k]) for k in same_net) and same_net
     np.testing.assert_allclose(kept["weights"].mean(1), 1, atol=1e-6)
     uniform = train_run(small_config("train.epochs=1"), tmp_path / "uniform", device="cpu")
-    with pytest.raises(ValueError, match="holds no weight net"):
+    with pytest.raises(ValueError, match="holds no finished weight net"):
         bad = f'weighting.from_run="{uniform}"'
         train_run(small_config("weighting.name=frozen", bad), tmp_path / "bad", device="cpu")
 
@@ -233,6 +233,8 @@ def test_mistakes_get_a_sentence(small_config: Config) -> None:
         LearnedWeights(model, torch.optim.Adagrad(model.parameters()), num_exits=2)
     with pytest.raises(ValueError, match="at least two samples"):
         LearnedWeights(model, sgd, num_exits=2).step(torch.randn(1, 8), torch.tensor([0]))
+    with pytest.raises(ValueError, match="the network gives 2 exits, the weight net is for 3"):
+        LearnedWeights(model, sgd, num_exits=3).step(torch.randn(4, 8), torch.tensor([0, 1, 2, 0]))
     with pytest.raises(ValueError, match="clipping by global norm"):
         small_config("weighting.name=learned", "train.clip_norm=1")
     with pytest.raises(ValueError, match=r"needs weighting\.from_run"):

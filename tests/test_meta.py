@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from offramp import create_model
 from offramp.meta import ENGINES, Forward, Problem, check_optimizer, generator_states
@@ -213,6 +214,52 @@ def test_a_second_moment_of_zero_gives_a_finite_slope() -> None:
     params = dict(model.named_parameters())
     moved = look_ahead(optimizer, params, {k: torch.zeros_like(p) for k, p in params.items()}, "optimizer")
     assert all(torch.isfinite(step.slope).all() for step in moved.values())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_dead_params_and_a_rate_of_zero_give_finite_gradients(engine: str) -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    nn.init.zeros_(model.heads[2].weight)  # what is below it gets no gradient: its second moment is zero
+    for optimizer in (torch.optim.AdamW(two_groups(model), lr=0.01), torch.optim.SGD(model.parameters(), lr=0.0)):
+        found = ENGINES[engine](problem(model, optimizer)).weights_BK
+        assert found.isfinite().all()
+    assert found.abs().max() == 0
+
+
+def test_half_precision_does_not_drown_the_difference() -> None:
+    from functools import partial
+
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x, y = batch(1)
+    forward = Forward(x.float(), y, exit_losses(model(x.float()), y), generator_states(x.device))
+    meta = batch(2)
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    given = Problem(model, optimizer, forward, torch.ones(16, EXITS), meta[0].float(), meta[1], autocast=autocast)
+    exact, rough = (ENGINES[e](given).weights_BK for e in ("forward_mode", "finite_difference"))
+    assert (rough - exact).norm() < 0.1 * exact.norm()
+
+
+def test_attention_has_tangents() -> None:
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+            self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            seen, _ = self.attention(x, x, x, need_weights=False)
+            return [self.a(x.mean(1)), self.b(seen.mean(1))]
+
+    torch.manual_seed(0)
+    model = Attends().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ours = ENGINES["forward_mode"](problem(model, optimizer, (5, 8))).weights_BK
+    with sdpa_kernel(SDPBackend.MATH):  # double backward needs the plain form from the first forward on
+        exact = ENGINES["double_backward"](problem(model, optimizer, (5, 8))).weights_BK
+    torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-12)
 
 
 def test_what_has_no_look_ahead_is_refused() -> None:

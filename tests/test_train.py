@@ -182,7 +182,7 @@ def test_a_damaged_state_is_reported_and_the_one_before_used(
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, small_config: Config) -> None:
     run = tmp_path / "run"
     config = small_config("train.learning_rate=1e25", "train.save_seconds=1000")
-    with pytest.raises(ValueError, match=r"the loss was not finite at step [0-3]; the last good state is kept"):
+    with pytest.raises(ValueError, match=r"the loss was not finite at step [0-3]; nothing was saved yet"):
         train_run(config, run, device="cpu")
     assert not (run / "model.safetensors").exists() and not (run / "last").exists()
 
@@ -222,6 +222,24 @@ def test_a_folder_in_use_is_not_overwritten(tmp_path: Path, small_config: Config
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="not empty and not a run"):
         train_run(small_config(), tmp_path / "mine", device="cpu")
+
+
+def test_a_run_killed_while_it_began_can_begin_again(tmp_path: Path, small_config: Config) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".config.json.123.part").write_bytes(b"{")
+    train_run(small_config("train.epochs=1"), run, device="cpu", resume=True)
+    assert (run / "model.safetensors").exists()
+
+
+def test_settings_given_as_tuples_resume(tmp_path: Path, small_config: Config) -> None:
+    from dataclasses import replace
+
+    config = small_config("train.epochs=1")
+    overrides = {**config.model.overrides, "blocks": (1, 1)}
+    config = replace(config, model=replace(config.model, overrides=overrides))
+    train_run(config, tmp_path / "run", device="cpu")
+    train_run(config, tmp_path / "run", device="cpu", resume=True)
 
 
 def test_a_network_that_does_not_fit_the_data_is_refused(tmp_path: Path, small_config: Config) -> None:

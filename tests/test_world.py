@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from conftest import SMALL_RUN
 from offramp.objectives.weighting import LearnedWeighting
 from offramp.step import Method, iterate
 from offramp.world import World, joined_world
@@ -72,7 +73,7 @@ def start(command: list[str], size: int) -> None:
     assert [p.returncode for p in processes] == [0] * size, "\n".join(outputs)
 
 
-@pytest.mark.parametrize("centring", ["exit", "all"])
+@pytest.mark.parametrize("centring", ["exit", "batch", "all"])
 def test_two_processes_give_what_one_gives(tmp_path: Path, centring: str) -> None:
     alone = train(World(), centring)
     start([sys.executable, __file__, centring, str(tmp_path)], 2)
@@ -96,6 +97,14 @@ def test_an_imagenet_recipe_trains_in_two_processes(tmp_path: Path, image_folder
     assert [row["epoch"] for row in rows] == [1, 2]
     assert "meta_loss" in rows[-1] and "calibration_top1" in rows[-1]
     assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_both_phases_of_imta_train_in_two_processes(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = [*SMALL_RUN, "train.epochs=1", "imta.equilibrium=true", "imta.collaboration=true"]
+    command = [sys.executable, "-m", "offramp", "train", "digits-learned", "--out", str(run), "--device", "cpu"]
+    start([*command, *(word for setting in settings for word in ("--set", setting))], 2)
+    assert (run / "model.safetensors").is_file() and (run / "phase1" / "model.safetensors").is_file()
 
 
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from offramp.console import progress
 from offramp.device import pick_device, training_dtype
 from offramp.meta import ENGINES
-from offramp.models.registry import create_model
+from offramp.models.registry import create_model, model_entry
 from offramp.objectives.weighting import LearnedWeighting, UniformWeighting
 from offramp.step import Method, iterate
 
@@ -47,15 +48,22 @@ class TrainBench:
 
 
 def bench_train(
-    model: str, batch: int, device: str = "auto", precision: str = "auto", repeats: int = 7
+    model: str,
+    batch: int,
+    device: str = "auto",
+    precision: str = "auto",
+    repeats: int = 7,
+    silent: bool = False,
 ) -> list[TrainBench]:
     """Time and weigh one loader batch of every row."""
     if batch < 4 or batch % 2:
         raise ValueError(f"batch must be even and at least 4, got {batch}")
+    if repeats < 1:
+        raise ValueError(f"repeats must be 1 or more, got {repeats}")
     place = pick_device(device)
     steps = {row: new_step(row, model, batch, place, precision) for row in ROWS}
     times: dict[str, list[float]] = {row: [] for row in ROWS}
-    with progress("bench", (repeats + WARM_UP) * len(ROWS)) as bar:
+    with progress("bench", (repeats + WARM_UP) * len(ROWS), silent=silent) as bar:
         for repeat in range(repeats + WARM_UP):
             for row, step in steps.items():
                 seconds = timed(step, place)
@@ -114,10 +122,12 @@ def peak_megabytes(row: str, name: str, batch: int, device: torch.device, precis
         step(), step()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_grown_megabytes, row, name, batch, precision).result()
+        home = model_entry(name).builder.__module__
+        return pool.submit(_grown_megabytes, home, row, name, batch, precision).result()
 
 
-def _grown_megabytes(row: str, name: str, batch: int, precision: str) -> float:
+def _grown_megabytes(home: str, row: str, name: str, batch: int, precision: str) -> float:
+    import_module(home)  # where a model of somebody's own is registered
     step = new_step(row, name, batch, torch.device("cpu"), precision)
     before = _peak_kilobytes()
     step(), step()

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from offramp.checkpoint import load_state
-from offramp.config import RunConfig, TrainConfig
+from offramp.config import RunConfig, TrainConfig, WeightingConfig
 from offramp.data import Dataset
 from offramp.device import training_dtype
 from offramp.meta import ENGINES, Criterion
@@ -26,6 +25,7 @@ from offramp.objectives.weighting import (
     UniformWeighting,
     Weighting,
 )
+from offramp.runs import read_config
 from offramp.seeds import mix
 from offramp.step import Method
 from offramp.world import World
@@ -53,6 +53,9 @@ def refuse_other_size(model: ExitNet, data: Dataset) -> None:
 
 def new_model(config: RunConfig) -> ExitNet:
     """A fresh network, its params drawn from the seed."""
+    for key in ("name", "num_classes"):
+        if key in config.model.overrides:
+            raise ValueError(f"model.overrides.{key} is not an override; set model.{key}")
     assert config.model.num_classes is not None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(config.seed, "init"))
@@ -96,23 +99,27 @@ def new_weighting(config: RunConfig, num_exits: int, device: torch.device) -> We
         return SelectionWeighting(settings.q)
     if settings.name == "uniform":
         return UniformWeighting()
-    shape = {key: getattr(settings, key) for key in ("inputs", "depth", "width", "delta", "centring", "bound")}
-    shape |= {"seed": config.seed, "device": device}
     if settings.name == "frozen":
-        assert settings.from_run is not None
-        frozen = FrozenWeighting(num_exits, **shape)
-        frozen.load_tensors(finished_weighting(Path(settings.from_run)))
-        return frozen
+        return frozen_weighting(Path(settings.from_run or ""), num_exits, device)
+    shape = net_settings(settings) | {"seed": config.seed, "device": device}
     rates = {key: getattr(settings, key) for key in ("learning_rate", "weight_decay")}
     return LearnedWeighting(num_exits, **shape, **rates)
 
 
-def finished_weighting(run: Path) -> Mapping[str, Tensor]:
-    """The weight net of a finished run."""
+def net_settings(settings: WeightingConfig) -> dict[str, Any]:
+    """What shapes a weight net and its range."""
+    return {key: getattr(settings, key) for key in ("inputs", "depth", "width", "delta", "centring", "bound")}
+
+
+def frozen_weighting(run: Path, num_exits: int, device: torch.device) -> FrozenWeighting:
+    """The weight net of a finished run, with the settings it was trained with."""
+    settings = read_config(run).weighting
     state = load_state(run)
-    if state is None or not state.parts["weighting"]:
-        raise ValueError(f"{run} holds no weight net: it is not a run with learned weights")
-    return state.parts["weighting"]
+    if settings.name != "learned" or state is None or not (run / store.WEIGHTS).is_file():
+        raise ValueError(f"{run} holds no finished weight net: it is not a finished run with learned weights")
+    frozen = FrozenWeighting(num_exits, **net_settings(settings), device=device)
+    frozen.load_tensors(state.parts["weighting"])
+    return frozen
 
 
 def without_collaboration(config: RunConfig) -> RunConfig:

@@ -6,6 +6,7 @@ A user's mistake is one plain sentence on standard error and exit code 2.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -49,11 +50,12 @@ def _options(
         typer.Option("--import", metavar="MODULE", help="Import a Python module that registers models of yours."),
     ] = None,
 ) -> None:
+    sys.path.insert(0, os.getcwd())  # a plugin may lie in the folder one works in
     for module in plugin or []:
         try:
             import_module(module)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"--import {module}: {error}") from error
+        except (ImportError, TypeError, SyntaxError) as error:
+            raise ValueError(f"--import {module} failed: {error}") from error
 
 
 @app.command()
@@ -114,10 +116,10 @@ def train(
 
     changes = list(settings or [])
     if data_dir is not None:
-        changes.append(f"data.dir={json.dumps(str(data_dir))}")
+        changes.append(f"data.dir={json.dumps(str(data_dir), ensure_ascii=False)}")
     config = with_settings(load_recipe(recipe).config, changes)
     train_run(config, out, device=device, resume=resume)
-    console.print(f"trained: {out}\nnext: offramp eval {out}", highlight=False, soft_wrap=True)
+    console.print(f"trained: {out}\nnext: offramp eval {out}", highlight=False, markup=False, soft_wrap=True)
 
 
 @app.command("eval")
@@ -130,7 +132,7 @@ def evaluate(
     from offramp.evaluate import anytime_table, evaluate_run
 
     print_table(*anytime_table(evaluate_run(run, data_dir=data_dir, device=device)))
-    console.print(f"saved: {run / 'eval'}", highlight=False, soft_wrap=True)
+    console.print(f"saved: {run / 'eval'}", highlight=False, markup=False, soft_wrap=True)
 
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
@@ -151,7 +153,7 @@ def bench_train_command(
     from offramp.device import device_name, pick_device
 
     place = device_name(pick_device(device))
-    rows = bench_train(model, batch, device, precision, repeats)
+    rows = bench_train(model, batch, device, precision, repeats, silent=as_json)
     if as_json:
         print(json.dumps({"model": model, "batch": batch, "device": place, "rows": [r.to_json() for r in rows]}))
         return
@@ -183,6 +185,12 @@ def main() -> None:
             app()
     except (ValueError, OSError, MissingExtra) as error:
         message = str(error)
+    except MemoryError:
+        message = "out of memory; use a smaller batch"
+    except RuntimeError as error:
+        if "out of memory" not in str(error):
+            raise
+        message = f"{str(error).splitlines()[0]} Use a smaller batch."
     except KeyboardInterrupt:
         code, message = 130, "interrupted"
     except Stopped as error:

@@ -6,6 +6,7 @@ A recipe is one complete run; it may extend another and then holds only what dif
 
 from __future__ import annotations
 
+import math
 import tomllib
 import types
 import typing
@@ -192,6 +193,8 @@ def _parse_field(hint: Any, value: Any, where: str, limits: Mapping[str, Any]) -
         value = float(value)
     if type(value) is not kind:
         raise ValueError(f"{where} must be {_KINDS[kind]}, got {value!r}")
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"{where} must be a finite number, got {value!r}")
     if "choices" in limits and value not in limits["choices"]:
         raise ValueError(unknown(where, value, limits["choices"]))
     if "min" in limits and not value >= limits["min"]:

@@ -37,7 +37,7 @@ class Bar:
         raise NotImplementedError
 
     def line(self, text: str) -> None:
-        console.print(text, highlight=False, soft_wrap=True)
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 class _ImagesPerSecond(ProgressColumn):

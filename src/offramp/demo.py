@@ -20,7 +20,7 @@ def run_demo(out: Path, device: str) -> Path:
     summaries = {}
     for name, recipe_name in RECIPES.items():
         recipe = load_recipe(recipe_name)
-        say(f"\n[bold]{name}[/bold]: {recipe.claim}")
+        say(f"\n{name}: {recipe.claim}")
         run = train_run(recipe.config, folder / name, device=device)
         summaries[name] = evaluate_run(run, device=device)
     print_table(*comparison(summaries["baseline"], summaries["learned"]))
@@ -50,4 +50,4 @@ def comparison(baseline: EvalSummary, learned: EvalSummary) -> tuple[str, list[s
 
 
 def say(text: str) -> None:
-    console.print(text, highlight=False, soft_wrap=True)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)

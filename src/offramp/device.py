@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from offramp.choices import unknown
+
+PRECISIONS = ("auto", "float32", "bfloat16")
 
 
 def pick_device(name: str = "auto") -> torch.device:
@@ -16,12 +21,11 @@ def pick_device(name: str = "auto") -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun: one GPU per process
         name = f"cuda:{os.environ['LOCAL_RANK']}"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ValueError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device {name!r} was asked for, but torch sees no GPU here")
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N")
+    device, gpus = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ValueError(f"device {name!r} was asked for, but torch sees {gpus or 'no'} GPUs here")
     return device
 
 
@@ -34,6 +38,8 @@ def device_name(device: torch.device) -> str:
 
 def training_dtype(precision: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on GPUs that have it and float32 elsewhere."""
+    if precision not in PRECISIONS:
+        raise ValueError(unknown("precision", precision, PRECISIONS))
     if precision == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if fast else torch.float32

@@ -75,6 +75,10 @@ def evaluate_run(run: str | Path, *, data_dir: str | Path | None = None, device:
     config = read_config(run)
     model = load_model(run).to(place).eval()
     data = _load_data(config, data_dir)
+    if data.num_classes != config.model.num_classes:
+        raise ValueError(
+            f"{run} was trained on {config.model.num_classes} classes, but this {data.name} has {data.num_classes}"
+        )
     costs = exit_costs(model)
     samples, exits = {}, {}
     for split in ("calibration", "test"):

@@ -19,6 +19,7 @@ from offramp.choices import unknown
 from offramp.meta import ENGINES, check_optimizer
 from offramp.objectives.losses import META_OBJECTIVES
 from offramp.objectives.weighting import CENTRINGS, INPUTS, LearnedWeighting
+from offramp.shares import exit_counts
 from offramp.step import Method, iterate
 
 
@@ -57,6 +58,11 @@ class LearnedWeights:
         _check("objective", objective, META_OBJECTIVES)
         _check("look_ahead", look_ahead, ("optimizer", "plain"))
         _check("engine", engine, ENGINES)
+        if interval < 1:
+            raise ValueError(f"interval must be 1 or more loader batches, got {interval}")
+        exit_counts(1, num_exits, q)  # refuses a bad q
+        if engine == "finite_difference" and getattr(model, "equilibrium", False):
+            raise ValueError("engine finite_difference cannot see gradient equilibrium; use forward_mode")
         self.model, self.optimizer, self.total_steps, self.steps = model, optimizer, total_steps, 0
         self.weighting = LearnedWeighting(
             num_exits,

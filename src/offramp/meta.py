@@ -15,13 +15,15 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from offramp.objectives.allocation import allocate
 from offramp.objectives.losses import exit_confidences, exit_losses, mean_weights, weighted_loss
@@ -100,7 +102,8 @@ def forward_mode(problem: Problem) -> MetaGradient:
     """Exact, by one forward-mode pass over the train half; the first forward's graph is kept for reuse."""
     params = problem.params()
     direction, loss = _direction(problem, params)
-    with torch.no_grad(), fwAD.dual_level():
+    # Fused attention has no forward-mode formula; its plain form has.
+    with torch.no_grad(), fwAD.dual_level(), sdpa_kernel(SDPBackend.MATH):
         duals = {name: fwAD.make_dual(p.detach(), direction[name]) for name, p in params.items()}
         found: Any = fwAD.unpack_dual(problem.train_losses_at(duals)).tangent
         # None where the train half reads nothing that moves
@@ -116,10 +119,13 @@ def finite_difference(problem: Problem) -> MetaGradient:
     """
     params = problem.params()
     direction, loss = _direction(problem, params)
+    # In half precision the small step would drown in rounding.
+    full = partial(torch.autocast, problem.train.images.device.type, enabled=False)
+    problem = replace(problem, autocast=full)
     with torch.no_grad():
         size, length = (_norm(tensors.values()) for tensors in (params, direction))
         relative = torch.finfo(loss.dtype).eps ** (1 / 3)
-        step = relative * size / length.clamp(min=torch.finfo(loss.dtype).tiny)
+        step = torch.where(length > 0, relative * size / length, torch.ones_like(length))  # 0: nothing to see
         ahead, behind = (
             problem.train_losses_at({name: p + sign * step * direction[name] for name, p in params.items()})
             for sign in (1, -1)
@@ -147,12 +153,12 @@ ENGINES: dict[str, Engine] = {
 
 def meta_loss(problem: Problem, params: Params) -> Tensor:
     """The meta loss at `params`: each exit's mean over the samples that would leave there (Eq. 6), or over all."""
-    outputs = problem.outputs_at(params, problem.meta_images)
+    num_exits = problem.weights_BK.shape[1]
+    outputs = problem.outputs_at(params, problem.meta_images)[:num_exits]  # a teacher behind them is no exit
     losses_BK = exit_losses(outputs, problem.meta_labels)
     if problem.objective == "whole":
         return losses_BK.sum() / (len(losses_BK) * problem.world.size)
-    num_exits = losses_BK.shape[1]
-    everyone = problem.world.gather(exit_confidences(outputs[:num_exits]))
+    everyone = problem.world.gather(exit_confidences(outputs))
     means_NK = mean_weights(allocate(everyone, problem.q), num_exits)
     return (problem.world.own_rows(means_NK).to(losses_BK.dtype) * losses_BK).sum()
 
@@ -263,10 +269,11 @@ def _adamw(param: Tensor, gradient: Tensor, group: dict, state: dict) -> Step:
     first = beta1 * state.get("exp_avg", zeros) + (1 - beta1) * gradient
     second = beta2 * state.get("exp_avg_sq", zeros) + (1 - beta2) * gradient * gradient
     pace, scale = rate / (1 - beta1**count), (1 - beta2**count) ** 0.5
-    root = second.sqrt()
-    below = root / scale + group["eps"]
-    # the derivative of first / below; a second moment of zero means a gradient of zero: its root adds nothing
-    bend = torch.where(root > 0, (1 - beta2) * gradient / (root.clamp(min=1e-38) * scale), zeros).detach()
+    # A second moment of zero means a gradient of zero: its root adds nothing, and neither does its derivative.
+    some = second > 0
+    root = torch.where(some, second, torch.ones_like(second)).sqrt()
+    below = torch.where(some, root, zeros) / scale + group["eps"]
+    bend = torch.where(some, (1 - beta2) * gradient / (root * scale), zeros).detach()
     slope = pace * ((1 - beta1) - first.detach() * bend / below.detach()) / below.detach()
     return Step(param * (1 - rate * group["weight_decay"]) - pace * first / below, slope)
 

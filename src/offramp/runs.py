@@ -30,12 +30,13 @@ def begin_run(folder: Path, config: RunConfig, device: torch.device, resume: boo
     if known.exists():
         if not resume:
             raise ValueError(f"{folder} holds a run already; add --resume to go on with it or choose another --out")
-        _refuse_difference(read_json(known), config.to_json(), folder)
+        now = json.loads(json.dumps(config.to_json()))  # as it would be read back: lists, not tuples
+        _refuse_difference(read_json(known), now, folder)
         return
-    if folder.exists() and any(folder.iterdir()):
+    if folder.exists() and any(not p.name.endswith(".part") for p in folder.iterdir()):
         raise ValueError(f"{folder} is not empty and not a run; choose another --out")
-    write_json(folder / "environment.json", environment(device))
     write_json(known, config.to_json())
+    write_json(folder / "environment.json", environment(device))
 
 
 def read_config(folder: str | Path) -> RunConfig:
@@ -43,7 +44,10 @@ def read_config(folder: str | Path) -> RunConfig:
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is not a run folder: it has no {CONFIG}")
-    return RunConfig.from_json(read_json(folder / CONFIG))
+    config = read_json(folder / CONFIG)
+    if not isinstance(config, dict) or "train" not in config:
+        raise ValueError(f"{folder} holds a model, not a run: its {CONFIG} says nothing of training")
+    return RunConfig.from_json(config)
 
 
 def _refuse_difference(before: Any, now: Any, folder: Path, path: str = "") -> None:

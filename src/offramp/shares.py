@@ -9,9 +9,9 @@ from functools import lru_cache
 @lru_cache
 def exit_counts(samples: int, num_exits: int, q: float) -> tuple[int, ...]:
     """floor(N * p_k) samples at every exit but the last, which takes the rest; exact, without rounding."""
-    if not q > 0:
-        raise ValueError(f"q must be above 0, got {q}")
-    exact = Fraction(repr(q))
+    if not 0 < q < float("inf"):
+        raise ValueError(f"q must be a number above 0, got {q}")
+    exact = Fraction(repr(float(q)))
     powers = [exact**k for k in range(1, num_exits + 1)]
     total = sum(powers)
     counts = [int(samples * power / total) for power in powers[:-1]]

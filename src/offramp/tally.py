@@ -88,4 +88,5 @@ def save_samples(run: Path, epoch: int, half: HalfResult, q: float) -> None:
 
 def kept_in(run: Path) -> str:
     """What to tell people whose run went wrong."""
-    return f"the last good state is kept in {run / 'last'}; try a lower train.learning_rate"
+    kept = f"the last good state is kept in {run / 'last'}" if (run / "last").exists() else "nothing was saved yet"
+    return f"{kept}; try a lower train.learning_rate"

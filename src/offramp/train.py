@@ -72,7 +72,7 @@ def train_run(config: RunConfig, out: str | Path, *, device: str = "auto", resum
         first = without_collaboration(config)
         alone = new_model(first)
         alone.equilibrium = config.imta.equilibrium
-        fit(first, out / "phase1", setup, alone, alone, exit_losses, resume=True)
+        fit(first, out / "phase1", setup, alone, alone, exit_losses, resume=True, final=False)
         module = on_top_of(out / "phase1", model)
         distilled = OneForAll(config.imta.temperature, config.imta.gamma)
         return fit(config, out, setup, model, module, distilled, resume=True)
@@ -92,9 +92,14 @@ class Setup:
 
     def begin(self, out: Path, config: RunConfig, resume: bool) -> None:
         """Make or check the run folder, in the first process; the others wait for it."""
+        refused: ValueError | None = None
         if self.writes:
-            begin_run(out, config, self.device, resume)
-        self.world.any([True], self.device)
+            try:
+                begin_run(out, config, self.device, resume)
+            except ValueError as error:
+                refused = error
+        if self.world.any([refused is not None])[0]:
+            raise refused or ValueError(f"the first process cannot use {out}")
 
 
 def fit(
@@ -105,8 +110,12 @@ def fit(
     module: nn.Module,
     criterion: Criterion,
     resume: bool,
+    final: bool = True,
 ) -> Path:
-    """The loop. `model` is what is saved; `module` is what is called, the model itself or a wrapper around it."""
+    """The loop. `model` is what is saved; `module` is what is called, the model itself or a wrapper around it.
+
+    Not `final`: another phase follows, so a request to stop still counts after the last step.
+    """
     data, place, world = setup.data, setup.device, setup.world
     steps = data.steps_per_epoch(config.train.batch)
     total = steps * config.train.epochs
@@ -145,18 +154,19 @@ def fit(
                     metrics.add(row)
                     report(bar, row, config.train.epochs)
                 tally.reset()
-            stopping, due = world.any([bool(caught), saver.due()], place)
+            stopping, due = world.any([bool(caught), saver.due()])
             if due or stopping or step == total:
                 tally.refuse_non_finite(out)
                 refuse_bad_params(model, step, out)
                 state = current_state(step, model, optimizer, method, tally)
                 if setup.writes:
                     save_state(out, state)
-            if stopping and step < total:
+            if stopping and (step < total or not final):
                 signum = caught[0] if caught else signal.SIGTERM  # another process's
                 raise Stopped(signum, f"stopped at step {step} of {total}, saved; go on with --resume")
     if setup.writes:
         store.write_tensors(out / store.WEIGHTS, model.state_dict())
+    world.wait()  # a second phase reads what the first process has just written
     return out
 
 

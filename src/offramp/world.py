@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ class World:
 
     rank: int = 0
     size: int = 1
+    flags: Any = None  # a group on the CPU, so that flags never wait for the device
 
     def own_slice(self, total: int) -> slice:
         """Which of `total` rows of a global batch are this process's."""
@@ -63,11 +66,17 @@ class World:
         parts = flat.split([v.numel() for v in values])
         return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
 
-    def any(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
+    def wait(self) -> None:
+        """Until all processes are here."""
+        self.any([True])
+
+    def any(self, flags: Sequence[bool]) -> list[bool]:
         """For each flag, whether it is set in any process."""
         if self.size == 1:
             return list(flags)
-        return [bool(f) for f in self.sum(torch.tensor(flags, dtype=torch.int32, device=device)).tolist()]
+        counts = torch.tensor(flags, dtype=torch.int32)
+        dist.all_reduce(counts, group=self.flags)
+        return [bool(count) for count in counts.tolist()]
 
 
 @contextmanager
@@ -77,8 +86,12 @@ def joined_world(device: torch.device) -> Iterator[World]:
     if size == 1:
         yield World()
         return
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # The first process evaluates alone while the others wait: that may take longer than the usual ten minutes.
+    patience = timedelta(hours=6)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
     try:
-        yield World(dist.get_rank(), size)
+        yield World(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=patience))
     finally:
         dist.destroy_process_group()

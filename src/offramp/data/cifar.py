@@ -92,7 +92,7 @@ def load_cifar(
         _download(name, Path(data_dir))
     folder = Path(data_dir) / source.folder
     if not folder.is_dir():
-        raise ValueError(f"{folder} is missing; put the original python files there or use download=true")
+        raise ValueError(f"{folder} is missing; put the original python files there or add --set data.download=true")
     images, labels = _read_all(folder, source.train, source.label_key)
     kept, held = hold_out(labels, calibration, seed, "calibration")
     if imbalance is not None:
@@ -133,4 +133,7 @@ def _download(name: str, data_dir: Path) -> None:
         return
     from torchvision import datasets
 
-    getattr(datasets, name.upper())(data_dir, download=True)
+    try:
+        getattr(datasets, name.upper())(data_dir, download=True)
+    except RuntimeError as error:
+        raise ValueError(f"{name} could not be downloaded: {error}") from error

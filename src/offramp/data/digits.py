@@ -41,7 +41,8 @@ def load_digits(seed: int = 0, train: int = 6_000, calibration: int = 2_000, tes
 def split_scans(labels: np.ndarray, seed: int, calibration_share: float) -> dict[str, np.ndarray]:
     """Which scans each split draws from; no scan is in two of them."""
     pool, test = hold_out(labels, TEST_SCANS, 0, "test")
-    kept, held = hold_out(labels[pool], round(calibration_share * len(pool)), seed, "calibration")
+    scans = max(10, round(calibration_share * len(pool))) if calibration_share else 0
+    kept, held = hold_out(labels[pool], scans, seed, "calibration")
     return {"train": pool[kept], "calibration": pool[held], "test": test}
 
 

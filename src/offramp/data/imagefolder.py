@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from offramp.data.augment import normalise
 from offramp.data.dataset import Batch, Dataset, Shuffle
-from offramp.data.splits import hold_out
+from offramp.data.splits import hold_out, hold_out_share
 from offramp.seeds import mix
 
 log = logging.getLogger("offramp")
@@ -59,22 +59,25 @@ def load_imagefolder(
 ) -> ImageFolderDataset:
     """Read the folder's file names; images are opened as they are needed.
 
-    `calibration` None holds out a tenth of the training images.
+    `calibration` None holds out a tenth of every class.
     """
     if data_dir is None or not Path(data_dir).is_dir():
         raise ValueError(f"imagefolder needs a data directory with a folder per class, got {data_dir}")
     root = Path(data_dir)
+    if (root / "val").is_dir() and not (root / "train").is_dir():
+        raise ValueError(f"{root} has val/ but no train/; put the training images under train/CLASS/")
     train_root = root / "train" if (root / "train").is_dir() else root
     names = _class_names(train_root)
     train = _list_files(train_root, names)
     if (root / "val").is_dir():
         test = _list_files(root / "val", names)
     else:
-        each_fifth = max(len(names), round(TEST_SHARE * len(train.paths)))
-        kept, held = hold_out(train.labels, each_fifth, seed, "test")
+        kept, held = hold_out_share(train.labels, TEST_SHARE, seed, "test")
         train, test = train.take(kept), train.take(held)
-    held_out = round(CALIBRATION_SHARE * len(train.paths)) if calibration is None else calibration
-    kept, held = hold_out(train.labels, held_out, seed, "calibration")
+    if calibration is None:
+        kept, held = hold_out_share(train.labels, CALIBRATION_SHARE, seed, "calibration")
+    else:
+        kept, held = hold_out(train.labels, calibration, seed, "calibration")
     splits = {"train": train.take(kept), "calibration": train.take(held), "test": test}
     return ImageFolderDataset(names, splits, image_size, workers)
 
@@ -87,7 +90,7 @@ def _class_names(root: Path) -> tuple[str, ...]:
 
 
 def _list_files(root: Path, names: tuple[str, ...]) -> FileSplit:
-    strangers = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name not in names)
+    strangers = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name not in names and p.name[0] != ".")
     if strangers:
         raise ValueError(f"{root} has the class {strangers[0]!r}, which the training folder does not have")
     paths: list[Path] = []
@@ -153,9 +156,9 @@ class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
 
 
 def _leave_signals_to_parent(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; only the parent should answer it."""
+    """Ctrl-C and a launcher's SIGTERM reach every process of a group; only the parent should answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # they leave when the parent does
 
 
 class Unreadable:
@@ -169,7 +172,7 @@ class Unreadable:
         for row in rows[rows >= 0].tolist():
             if row not in self.rows:
                 self.rows.add(row)
-                log.warning("unreadable image passed over: %s", self.split.paths[row])
+                log.warning("unreadable image passed over (%d so far): %s", len(self.rows), self.split.paths[row])
         if len(self.rows) > ALLOWED_UNREADABLE * len(self.split.paths):
             raise ValueError(
                 f"{len(self.rows)} of {len(self.split.paths)} images are unreadable, more than "

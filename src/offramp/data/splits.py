@@ -14,15 +14,27 @@ def hold_out(labels: np.ndarray, count: int, seed: int, what: str) -> tuple[np.n
         raise ValueError(f"{what} of {count} samples cannot be held out of {len(labels)}")
     draw = np.random.default_rng(mix(seed, "hold out", what))
     each, left = divmod(count, max(1, len(classes)))
-    one_more = set(draw.permutation(classes)[:left].tolist())
+    one_more = draw.permutation(classes)[:left].tolist()
+    return _hold_out(labels, {label: each + (label in one_more) for label in classes.tolist()}, draw, what)
+
+
+def hold_out_share(labels: np.ndarray, share: float, seed: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+    """Split row numbers into (kept, held out): `share` of every class, at least one of each."""
+    sizes = dict(enumerate(np.bincount(labels).tolist()))
+    draw = np.random.default_rng(mix(seed, "hold out", what))
+    return _hold_out(labels, {c: max(1, round(share * n)) for c, n in sizes.items() if n}, draw, what)
+
+
+def _hold_out(
+    labels: np.ndarray, takes: dict[int, int], draw: np.random.Generator, what: str
+) -> tuple[np.ndarray, np.ndarray]:
     held = []
-    for label in classes.tolist():
+    for label, take in takes.items():
         rows = np.flatnonzero(labels == label)
-        take = each + (label in one_more)
         if take >= len(rows):
             raise ValueError(
-                f"{what} of {count} samples takes {take} of each class, but class {label} has only {len(rows)}; "
-                f"ask for fewer"
+                f"the {what} split takes {take} samples of class {label}, which has only {len(rows)}; "
+                "ask for fewer or add some"
             )
         held.append(draw.permutation(rows)[:take])
     mask = np.zeros(len(labels), bool)

@@ -101,6 +101,8 @@ def exit_costs(model: ExitNet, image_size: int | None = None) -> tuple[ExitCost,
 
 
 def _walk(model: ExitNet, shape: tuple[int, int, int]) -> tuple[ExitCost, ...]:
+    if min(shape) < 1:
+        raise ValueError(f"images of {shape[1]}x{shape[2]} pixels do not exist")
     twin = copy.deepcopy(model).to("meta").eval()
     state: State = (torch.empty(1, *shape, device="meta"),)
     costs = []

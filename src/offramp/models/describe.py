@@ -30,8 +30,12 @@ def describe(
     overrides |= {k: v for k, v in asked.items() if v is not None and (allowed is None or k in allowed)}
     if schedule and "schedule" not in overrides:
         raise ValueError(f"model {spec.name!r} is not made of cells, so it has no {schedule} schedule")
+    for key in ("name", "num_classes"):
+        if key in overrides:
+            raise ValueError(f"{key} is not an override; `offramp info NAME --num-classes N` takes it by itself")
+    classes = num_classes if num_classes is not None else spec.num_classes or None
     with torch.device("meta"):  # costs need shapes, not values
-        model = create_model(spec.name, num_classes or spec.num_classes or None, **overrides)
+        model = create_model(spec.name, classes, **overrides)
     assert model.spec is not None
     costs = exit_costs(model, image_size)
     exits = [cost.to_json() for cost in costs]

@@ -69,7 +69,12 @@ def create_model(name: str, num_classes: int | None = None, **overrides: Any) ->
     for key in overrides:
         if allowed is not None and key not in allowed:
             raise ValueError(unknown(f"override of model {name!r}", key, allowed))
-    model = entry.builder(classes, **{**entry.settings, **overrides})
+    try:
+        model = entry.builder(classes, **{**entry.settings, **overrides})
+    except (TypeError, RuntimeError) as error:
+        if not overrides:
+            raise
+        raise ValueError(f"the overrides {overrides} do not fit model {name!r}: {error}") from error
     if collaboration:
         model, overrides = CollaborativeNet(model), {**overrides, "collaboration": True}
     model.spec = ModelSpec(name, classes, _as_json(overrides))

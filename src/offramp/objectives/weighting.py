@@ -20,9 +20,7 @@ INPUTS = ("loss", "confidence", "both")
 
 
 class Weighting:
-    """Base: weights that do not learn."""
-
-    learns = False
+    """Base: what every weighting can do."""
 
     def weights(self, losses_BK: Tensor, confidences_BK: Tensor) -> Tensor:
         raise NotImplementedError
@@ -105,11 +103,14 @@ class NetWeighting(Weighting):
         device: torch.device | str = "cpu",
     ) -> None:
         self.inputs, self.delta, self.centring, self.bound = inputs, delta, centring, bound
+        self.num_exits = num_exits
         with torch.random.fork_rng(devices=[]):  # its own draws: the network's are the same without it
             torch.manual_seed(mix(seed, "weight net"))
             self.net = WeightNet(num_exits, inputs, depth, width).to(device)
 
     def weights(self, losses_BK: Tensor, confidences_BK: Tensor) -> Tensor:
+        if losses_BK.shape[1] != self.num_exits:
+            raise ValueError(f"the network gives {losses_BK.shape[1]} exits, the weight net is for {self.num_exits}")
         given = {"loss": [losses_BK], "confidence": [confidences_BK], "both": [losses_BK, confidences_BK]}
         seen = torch.cat(given[self.inputs], dim=1).detach()
         with torch.autocast(seen.device.type, enabled=False):
@@ -137,8 +138,6 @@ class FrozenWeighting(NetWeighting):
 
 class LearnedWeighting(NetWeighting):
     """Weights from a weight net that is trained along, with Adam, by the meta-gradient."""
-
-    learns = True
 
     def __init__(
         self, num_exits: int, *, learning_rate: float = 1e-4, weight_decay: float = 1e-4, **settings: object
