@@ -1,4 +1,4 @@
-"""What the README shows works: its Python and its commands."""
+"""What the README and the docs show works: their Python and the commands."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 from conftest import SMALL_RUN
 from offramp.cli import main
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PYTHON = [code for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
 COMMANDS = re.findall(r"^    (offramp .*?)(?: *#.*)?$", README, re.MULTILINE)
 
 
@@ -21,6 +23,13 @@ COMMANDS = re.findall(r"^    (offramp .*?)(?: *#.*)?$", README, re.MULTILINE)
 def test_the_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
     assert capsys.readouterr().out
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
+            assert (page.parent / target).exists(), (page.name, target)
 
 
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

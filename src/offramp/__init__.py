@@ -1,4 +1,4 @@
-"""Early-exit image classifiers: train them, measure them, run them so that skipped work is really skipped."""
+"""Early-exit image classifiers: train them with learned sample weights, and measure them."""
 
 from __future__ import annotations
 

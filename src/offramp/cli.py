@@ -23,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Early-exit image classifiers: train them, measure them, run them.",
+    help="Early-exit image classifiers: train them and measure them.",
 )
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.")]
