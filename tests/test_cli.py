@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -123,8 +124,12 @@ def test_a_plugin_registers_models(
 
 def test_a_plugin_may_lie_in_the_folder_one_works_in(tmp_path: Path) -> None:
     (tmp_path / "here_nets.py").write_text("import offramp\nofframp.register_model('here', None, about='mine')\n")
-    words = [sys.executable, "-c", "from offramp.cli import main; main()", "--import", "here_nets", "models"]
-    assert "mine" in subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    (tmp_path / "safetensors.py").write_text("raise SystemExit('a file of the folder was taken for a package')\n")
+    script = "import sys; sys.path.remove(''); from offramp.cli import main; main()"  # as the installed script has it
+    words = [sys.executable, "-c", script, "--import", "here_nets", "models"]
+    env = {**os.environ, "PYTHONPATH": str(Path(sys.modules["offramp"].__file__ or "").parents[1])}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "mine" in done.stdout, done.stderr
 
 
 def test_a_model_folder_is_not_a_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ def _options(
         typer.Option("--import", metavar="MODULE", help="Import a Python module that registers models of yours."),
     ] = None,
 ) -> None:
-    sys.path.insert(0, os.getcwd())  # a plugin may lie in the folder one works in
+    if plugin:  # it may lie in the folder one works in; last, so that no file there stands in for a package
+        sys.path.append(os.getcwd())
     for module in plugin or []:
         try:
             import_module(module)
