@@ -15,7 +15,8 @@ import torch
 from offramp import evaluate_run, exit_costs, load_dataset, load_model
 from offramp.config import RunConfig
 from offramp.data import ArrayDataset
-from offramp.evaluate import EvalSummary, count_hits, read_summary
+from offramp.evaluate import count_hits
+from offramp.outputs import EvalSummary, read_summary
 from offramp.train import train_run
 
 Config = Callable[..., RunConfig]

@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 
 # Names are imported on first use: a box that only serves needs no training code.
 _HOME = {
-    "EvalSummary": "offramp.evaluate",
+    "EvalSummary": "offramp.outputs",
     "ExitCost": "offramp.models.cost",
     "ExitNet": "offramp.models.exits",
     "LearnedWeights": "offramp.learned_weights",
@@ -32,12 +32,13 @@ __all__ = ["__version__", *sorted(_HOME)]
 if TYPE_CHECKING:
     from offramp.config import RunConfig, list_recipes, load_recipe, with_settings
     from offramp.data import load_dataset
-    from offramp.evaluate import EvalSummary, evaluate_run
+    from offramp.evaluate import evaluate_run
     from offramp.learned_weights import LearnedWeights
     from offramp.models.cost import ExitCost, exit_costs
     from offramp.models.exits import ExitNet
     from offramp.models.registry import create_model, list_models, register_model
     from offramp.models.store import load_model
+    from offramp.outputs import EvalSummary
     from offramp.train import train_run
 
 

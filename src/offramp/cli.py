@@ -28,10 +28,17 @@ app = typer.Typer(
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data set; digits needs none.")]
+Times = Annotated[Path | None, typer.Option(help="Stage times that `offramp bench infer --json` wrote.")]
+Measure = Annotated[str, typer.Option(help="Confidence: max_softmax, margin or entropy.")]
+Temperature = Annotated[bool, typer.Option(help="Fit a temperature per exit first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Settings = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
 ]
+
+
+def _say(text: str) -> None:
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def _print_version(wanted: bool) -> None:
@@ -96,7 +103,11 @@ def recipes() -> None:
     """List the packaged recipes and what each of them claims."""
     from offramp.config import list_recipes, load_recipe
 
-    print_table("Recipes", ["name", "claim"], [[name, load_recipe(name).claim] for name in list_recipes()])
+    rows = []
+    for recipe in map(load_recipe, list_recipes()):
+        paper = " ".join(f"{top1:.2f}" for top1 in recipe.paper_top1 or ())
+        rows.append([recipe.name, f"{recipe.claim} Paper: {paper} % top-1." if paper else recipe.claim])
+    print_table("Recipes", ["name", "claim"], rows)
 
 
 @app.command()
@@ -120,7 +131,7 @@ def train(
         changes.append(f"data.dir={json.dumps(str(data_dir), ensure_ascii=False)}")
     config = with_settings(load_recipe(recipe).config, changes)
     train_run(config, out, device=device, resume=resume)
-    console.print(f"trained: {out}\nnext: offramp eval {out}", highlight=False, markup=False, soft_wrap=True)
+    _say(f"trained: {out}\nnext: offramp eval {out}")
 
 
 @app.command("eval")
@@ -130,10 +141,91 @@ def evaluate(
     device: Device = "auto",
 ) -> None:
     """Evaluate every exit of a run on its calibration and test splits, and save the logits."""
-    from offramp.evaluate import anytime_table, evaluate_run
+    from offramp.evaluate import evaluate_run
+    from offramp.tables import anytime_table
 
     print_table(*anytime_table(evaluate_run(run, data_dir=data_dir, device=device)))
-    console.print(f"saved: {run / 'eval'}", highlight=False, markup=False, soft_wrap=True)
+    _say(f"saved: {run / 'eval'}\nnext: offramp calibrate {run}, or offramp report {run}")
+
+
+@app.command()
+def calibrate(
+    run: Annotated[Path, typer.Argument(help="An evaluated run folder.")],
+    q: Annotated[float | None, typer.Option(help="The paper's parameter: small leaves early, large late.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Mean mul-adds allowed per image, for example 15M.", metavar="COUNT")
+    ] = None,
+    budget_ms: Annotated[float | None, typer.Option(help="Mean milliseconds per image; needs --times.")] = None,
+    times: Times = None,
+    max_drop_points: Annotated[
+        float | None, typer.Option(help="The cheapest policy within so many points of the whole network.")
+    ] = None,
+    risk: Annotated[
+        float | None, typer.Option(help="Largest share of images lost: wrong, though the whole network is right.")
+    ] = None,
+    probability: Annotated[float, typer.Option(help="With which the promise about --risk holds.")] = 0.95,
+    family: Annotated[str, typer.Option(help="searched or q: where --budget and --max-drop-points look.")] = "searched",
+    measure: Measure = "max_softmax",
+    temperature: Temperature = False,
+    out: Annotated[Path | None, typer.Option(help="Where to write; default: RUN/policy.json.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find when images may leave: thresholds from the calibration split, written to policy.json.
+
+    For example: offramp calibrate runs/first --budget 1.2M
+    """
+    from offramp.calibrate import Request, calibrate_run
+    from offramp.console import parse_count
+    from offramp.tables import policy_table
+
+    wanted = None if budget is None else parse_count(budget, "--budget")
+    request = Request(q, wanted, budget_ms, max_drop_points, risk, probability, family)
+    found = calibrate_run(run, request, measure=measure, temperature=temperature, times=times, out=out)
+    if as_json:
+        print(json.dumps(found.policy.to_json()))
+        return
+    print_table(*policy_table(found))
+    path = run / "policy.json" if out is None else out
+    _say(f"saved, with {len(found.policies) - 1} others: {path}")
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Evaluated run folders, or folders that hold some.")],
+    out: Annotated[Path, typer.Option(help="The page to write; its files go beside it.")] = Path("report.html"),
+    budgets: Annotated[
+        str | None, typer.Option(help="Budgets for the table, for example 8M,15M,25M.", metavar="COUNTS")
+    ] = None,
+    times: Times = None,
+    measure: Measure = "max_softmax",
+    temperature: Temperature = False,
+) -> None:
+    """Write one page about runs: curves, a budget slider, images, tables; it needs nothing but a browser.
+
+    Runs that differ only in their seed are put together. For example: offramp report runs --out report.html
+    """
+    from offramp.console import parse_count
+    from offramp.report.write import write_report
+
+    counts = [parse_count(part, "--budgets") for part in budgets.split(",")] if budgets else []
+    found = write_report(runs, out, budgets=counts, times=times, measure=measure, temperature=temperature)
+    _say(f"{found.answer}\nreport: {found.page}\nits figures (PNG, SVG) and tables (Markdown, CSV): {found.files}")
+
+
+@app.command()
+def figures(
+    runs: Annotated[list[Path], typer.Argument(help="Folders that hold evaluated runs of the paper's recipes.")],
+    out: Annotated[Path, typer.Option(help="Folder for the figures.")] = Path("figures"),
+) -> None:
+    """Draw the paper's figures (ablations, CIFAR, IMTA, RANet, long tail) from whatever runs exist."""
+    from offramp.report.paper import write_figures
+
+    found = write_figures(runs, out)
+    for path in found.files:
+        _say(str(path))
+    for name, recipes in found.missing.items():
+        if recipes:
+            _say(f"{name}: no run yet of {', '.join(recipes)}")
 
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")

@@ -213,11 +213,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named configuration and what it claims."""
+    """A named configuration, what it claims, and what the paper reports for it: top-1 in % at each exit."""
 
     name: str
     claim: str
     config: RunConfig
+    paper_top1: tuple[float, ...] | None = None
 
 
 def list_recipes() -> list[str]:
@@ -229,7 +230,9 @@ def load_recipe(name_or_path: str) -> Recipe:
     """A packaged recipe by name, or one's own by the path of its TOML file."""
     text, name = _read_recipe(name_or_path)
     table = _resolve(name_or_path, seen=())
-    return Recipe(name, _claim(text), parse(RunConfig, {**table, "recipe": name}))
+    paper = table.pop("paper_top1", None)
+    config = parse(RunConfig, {**table, "recipe": name})
+    return Recipe(name, _claim(text), config, None if paper is None else tuple(float(top1) for top1 in paper))
 
 
 def with_settings(config: RunConfig, settings: Iterable[str]) -> RunConfig:
@@ -301,7 +304,9 @@ def _resolve(name_or_path: str, seen: tuple[str, ...]) -> dict[str, Any]:
         return table
     if str(base).endswith(".toml"):
         base = str(Path(name_or_path).parent / base)
-    return _lay_over(_resolve(str(base), (*seen, name_or_path)), table)
+    below = _resolve(str(base), (*seen, name_or_path))
+    below.pop("paper_top1", None)  # what the paper reports for another recipe
+    return _lay_over(below, table)
 
 
 def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:

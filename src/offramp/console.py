@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -117,16 +118,33 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console.print(title, style="bold", highlight=False)
     table = Table()
     for at, column in enumerate(columns):
-        numbers = all(row[at][:1].isdigit() for row in rows)
+        numbers = all(row[at][:1] in "0123456789+-–" for row in rows)
         table.add_column(column, justify="right" if numbers else "left")
     for row in rows:
         table.add_row(*row)
     console.print(table)
 
 
-def millions(count: int) -> str:
+def millions(count: float) -> str:
     """6859876 -> 6.86M, 2684440000 -> 2.684G."""
     return f"{count / 1e9:.3f}G" if count >= 1e9 else f"{count / 1e6:.2f}M"
+
+
+def parse_count(text: str, name: str) -> float:
+    """15M -> 15000000, 1.2G, 800k or plain numbers; `name` stands in the sentence about anything else."""
+    number, factor = text.strip(), 1.0
+    if number[-1:].lower() in _FACTORS:
+        number, factor = number[:-1], _FACTORS[number[-1:].lower()]
+    try:
+        count = float(number) * factor
+    except ValueError:
+        count = math.nan
+    if not 0 < count < math.inf:
+        raise ValueError(f"{name} must be a count such as 15M, got {text!r}")
+    return count
+
+
+_FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def log_to_console() -> None:

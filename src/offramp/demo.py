@@ -1,4 +1,4 @@
-"""The demo: train a small network on the embedded digits, with and without learned weights, and compare."""
+"""The demo: train a small network on the embedded digits, with and without learned weights; compare and report."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 
 from offramp.config import load_recipe
 from offramp.console import console, print_table
-from offramp.evaluate import EvalSummary, evaluate_run
+from offramp.evaluate import evaluate_run
+from offramp.outputs import EvalSummary
+from offramp.report.write import write_report
 from offramp.train import train_run
 
 RECIPES = {"baseline": "digits-baseline", "learned": "digits-learned"}
@@ -24,10 +26,12 @@ def run_demo(out: Path, device: str) -> Path:
         run = train_run(recipe.config, folder / name, device=device)
         summaries[name] = evaluate_run(run, device=device)
     print_table(*comparison(summaries["baseline"], summaries["learned"]))
+    report = write_report([folder / name for name in RECIPES], folder / "report.html")
     say(
         f"done in {time.monotonic() - began:.0f} s\n"
         f"run folders (config, metrics, weights, saved logits): {folder}/baseline  {folder}/learned\n"
-        f"training curves: tensorboard --logdir {folder}"
+        f"training curves: tensorboard --logdir {folder}\n\n{report.answer}\n"
+        f"The report, to be opened in a browser: {report.page}"
     )
     return folder
 

@@ -9,64 +9,27 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from offramp.config import RunConfig
-from offramp.console import millions, progress
+from offramp.console import progress
 from offramp.data import Batch, Dataset, load_dataset
 from offramp.device import exact_float32, pick_device
-from offramp.files import read_json, write_json, writing
+from offramp.files import write_json, writing
 from offramp.models.cost import ExitCost, exit_costs
 from offramp.models.exits import ExitNet
 from offramp.models.store import load_model
+from offramp.outputs import EVAL, SUMMARY, EvalSummary, ExitScore
 from offramp.runs import read_config
 from offramp.seeds import mix
 
 THUMBS_PER_EXIT = 64
 BATCH_PIXELS = 1 << 20  # images of 32x32 go 1024 at a time, larger ones fewer
-
-
-@dataclass(frozen=True)
-class ExitScore:
-    """One row of the anytime table: what an exit costs and how often it is right."""
-
-    exit: int
-    params: int
-    mul_adds: int
-    macs: int
-    top1: float
-    top5: float
-
-
-@dataclass(frozen=True)
-class EvalSummary:
-    """The anytime tables of a run, by split, with the number of samples behind each."""
-
-    model: str
-    samples: dict[str, int]
-    exits: dict[str, tuple[ExitScore, ...]]
-
-    def to_json(self) -> dict[str, Any]:
-        splits = {
-            name: {"samples": self.samples[name], "exits": [asdict(score) for score in scores]}
-            for name, scores in self.exits.items()
-        }
-        return {"schema": 1, "model": self.model, "splits": splits}
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> EvalSummary:
-        splits = value["splits"]
-        return EvalSummary(
-            value["model"],
-            {name: split["samples"] for name, split in splits.items()},
-            {name: tuple(ExitScore(**score) for score in split["exits"]) for name, split in splits.items()},
-        )
 
 
 def evaluate_run(run: str | Path, *, data_dir: str | Path | None = None, device: str = "auto") -> EvalSummary:
@@ -83,16 +46,11 @@ def evaluate_run(run: str | Path, *, data_dir: str | Path | None = None, device:
     samples, exits = {}, {}
     for split in ("calibration", "test"):
         if data.size(split):
-            samples[split], hits = save_logits(model, data, split, run / "eval" / split, place)
+            samples[split], hits = save_logits(model, data, split, run / EVAL / split, place)
             exits[split] = tuple(_score(cost, hits, samples[split]) for cost in costs)
-    summary = EvalSummary(config.model.name, samples, exits)
-    write_json(run / "eval" / "eval.json", summary.to_json())
+    summary = EvalSummary(config.model.name, samples, exits, data.class_names)
+    write_json(run / EVAL / SUMMARY, summary.to_json())
     return summary
-
-
-def read_summary(run: str | Path) -> EvalSummary:
-    """The summary that `evaluate_run` wrote."""
-    return EvalSummary.from_json(read_json(Path(run) / "eval" / "eval.json"))
 
 
 def _load_data(config: RunConfig, data_dir: str | Path | None) -> Dataset:
@@ -103,16 +61,6 @@ def _load_data(config: RunConfig, data_dir: str | Path | None) -> Dataset:
 def _score(cost: ExitCost, hits: np.ndarray, samples: int) -> ExitScore:
     top1, top5 = (float(count / samples) for count in hits[:, cost.exit - 1])
     return ExitScore(cost.exit, cost.params, cost.mul_adds, cost.macs, top1, top5)
-
-
-def anytime_table(summary: EvalSummary) -> tuple[str, list[str], list[list[str]]]:
-    """Title, columns and rows of the table that people read: every exit on the whole test split."""
-    rows = [
-        [str(s.exit), millions(s.params), millions(s.mul_adds), f"{100 * s.top1:.2f}", f"{100 * s.top5:.2f}"]
-        for s in summary.exits["test"]
-    ]
-    title = f"{summary.model}: each exit on all {summary.samples['test']:,} test images"
-    return title, ["exit", "params", "mul-adds", "top-1 %", "top-5 %"], rows
 
 
 def logits_of(model: ExitNet, data: Dataset, split: str, device: torch.device) -> Iterator[tuple[Batch, Tensor]]:

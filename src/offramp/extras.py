@@ -11,6 +11,7 @@ _EXTRA_OF = {
     "safetensors": "train",
     "sklearn": "train",
     "tensorboard": "train",
+    "matplotlib": "report",
 }
 
 

@@ -12,13 +12,13 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from offramp.config import RunConfig
-from offramp.device import device_name
 from offramp.files import read_json, write_bytes, write_json
+
+if TYPE_CHECKING:
+    import torch
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
@@ -101,6 +101,8 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, device and git state, so that a result can be traced."""
+    from offramp.device import device_name
+
     packages = ("offramp", "torch", "torchvision", "numpy", "safetensors", "scikit-learn")
     return {
         "python": sys.version.split()[0],

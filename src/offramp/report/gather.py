@@ -1,0 +1,188 @@
+"""What a report is about: evaluated run folders, read once, with everything that is drawn from them.
+
+`gather` reads and measures; runs that differ in nothing but their seed form a group, with mean and spread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offramp.calibrate import q_family, searched_family
+from offramp.confidence import Answers, answers, fit_temperatures
+from offramp.config import RunConfig, list_recipes, load_recipe
+from offramp.metrics import Curve, ExitMetrics, Overthinking, curve, exit_metrics, overthinking
+from offramp.outputs import EVAL, SUMMARY, EvalSummary, Outputs, read_outputs, read_summary
+from offramp.policy import Policies
+from offramp.runs import CONFIG, read_config, read_metrics
+
+COLOURS = ("#2f6fb0", "#d9601a", "#2a8f6d", "#8e4aa8", "#b8860b", "#b03060", "#4f7d1f", "#606c7a")
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One evaluated run: its settings, its log, its saved outputs and what they say."""
+
+    folder: Path
+    config: RunConfig
+    summary: EvalSummary
+    log: list[dict[str, Any]]
+    test: Outputs
+    answers: Answers
+    policies: Policies | None  # none where training left no calibration split
+
+    @cached_property
+    def metrics(self) -> list[ExitMetrics]:
+        return exit_metrics(self.test.logits, self.test.labels)
+
+    @cached_property
+    def overthinking(self) -> Overthinking:
+        return overthinking(self.answers.right)
+
+    @cached_property
+    def curves(self) -> dict[str, Curve]:
+        """Accuracy against mul-adds on the test split, by family of policies."""
+        if self.policies is None:
+            return {}
+        return {name: curve(self.answers, self.policies.family(name), self.summary.costs) for name in ("q", "searched")}
+
+    @cached_property
+    def samples(self) -> dict[str, np.ndarray] | None:
+        """Losses, weights and exits of training samples in the last epoch, if the weight net left any."""
+        files = sorted((self.folder / "samples").glob("epoch-*.npz"))
+        if not files:
+            return None
+        with np.load(files[-1], allow_pickle=False) as file:
+            return dict(file)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one configuration under several seeds."""
+
+    label: str
+    colour: str
+    runs: tuple[RunData, ...]
+
+    @property
+    def first(self) -> RunData:
+        return self.runs[0]
+
+    @property
+    def costs(self) -> tuple[int, ...]:
+        return self.first.summary.costs
+
+    @property
+    def paper_top1(self) -> tuple[float, ...] | None:
+        """What the paper reports for this recipe, in %, if the network is still the recipe's."""
+        name = self.first.config.recipe
+        if name not in list_recipes():
+            return None
+        recipe, config = load_recipe(name), self.first.config
+        own, used = recipe.config.model, config.model
+        same = (own.name, own.overrides, recipe.config.data.name) == (used.name, used.overrides, config.data.name)
+        return recipe.paper_top1 if same else None
+
+    def top1(self) -> np.ndarray:
+        """Accuracy of every exit on everything, [runs, K]."""
+        return np.array([[m.top1 for m in run.metrics] for run in self.runs])
+
+    def curve(self, family: str = "q") -> tuple[np.ndarray, np.ndarray] | None:
+        """Budgets that all runs reach, and each run's accuracy at them, [runs, budgets]."""
+        found = [run.curves[family] for run in self.runs if run.curves]
+        if not found:
+            return None
+        low, high = max(c.costs[0] for c in found), min(c.costs[-1] for c in found)
+        if not low < high:
+            return None
+        grid = np.geomspace(low, high, 120)
+        grid[0], grid[-1] = low, high
+        return grid, np.stack([c.at(grid) for c in found])
+
+
+def find_runs(paths: Sequence[str | Path]) -> list[Path]:
+    """Evaluated run folders: those given, and those anywhere below a given folder that is not a run itself."""
+    found: dict[Path, None] = {}
+    for path in map(Path, paths):
+        if not path.is_dir():
+            raise ValueError(f"{path} is not a folder")
+        inside = [p.parents[1] for p in sorted(path.rglob(f"{EVAL}/{SUMMARY}"))]
+        runs = [path] if (path / CONFIG).is_file() else [run for run in inside if _is_whole(run)]
+        if not runs:
+            raise ValueError(f"{path} holds no evaluated run; train and evaluate one first")
+        found.update(dict.fromkeys(runs))
+    return list(found)
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether this is a run, and not the first phase of the run around it."""
+    return (folder / CONFIG).is_file() and not (folder.parent / CONFIG).is_file()
+
+
+def read_run(folder: Path, measure: str = "max_softmax", temperature: bool = False) -> RunData:
+    """Read one run and calibrate its policies."""
+    summary, config = read_summary(folder), read_config(folder)
+    test = read_outputs(folder, "test")
+    policies, temperatures = None, None
+    if "calibration" in summary.samples:
+        saved = read_outputs(folder, "calibration")
+        temperatures = fit_temperatures(saved.logits, saved.labels) if temperature else None
+        given = answers(saved.logits, saved.labels, measure, temperatures)
+        found = (*q_family(given, summary.costs), *searched_family(given, summary.costs))
+        policies = Policies(measure, temperatures, summary.costs, found, 0)
+    on_test = answers(test.logits, test.labels, measure, temperatures)
+    return RunData(folder, config, summary, read_metrics(folder), test, on_test, policies)
+
+
+def gather(paths: Sequence[str | Path], measure: str = "max_softmax", temperature: bool = False) -> list[Group]:
+    """Read the runs and put seeds of one configuration together."""
+    runs = [read_run(folder, measure, temperature) for folder in find_runs(paths)]
+    data = {(run.config.data.name, len(run.test.labels), run.test.logits.shape[-1]) for run in runs}
+    if len(data) > 1:
+        names = " and ".join(sorted({name for name, _, _ in data}))
+        raise ValueError(f"these runs were tested on different data ({names}); make one report for each")
+    by_config: dict[str, list[RunData]] = {}
+    for run in runs:
+        by_config.setdefault(_without_seed(run.config), []).append(run)
+    found = [sorted(group, key=lambda run: run.config.seed) for group in by_config.values()]
+    found.sort(key=lambda group: group[0].config.weighting.name != "uniform")  # conventional training first
+    labels = _labels([group[0] for group in found])
+    return [
+        Group(label, COLOURS[at % len(COLOURS)], tuple(group))
+        for at, (label, group) in enumerate(zip(labels, found, strict=True))
+    ]
+
+
+def _without_seed(config: RunConfig) -> str:
+    table = config.to_json()
+    table.pop("seed")
+    table["data"].pop("dir")
+    return json.dumps(table, sort_keys=True)
+
+
+def _labels(runs: Sequence[RunData]) -> list[str]:
+    """Names as short as tells the groups apart: the method, with the model, the recipe or the folder."""
+    ways = [
+        [method_label(run.config) for run in runs],
+        [f"{method_label(run.config)}, {run.config.model.name}" for run in runs],
+        [run.config.recipe or run.folder.name for run in runs],
+    ]
+    for labels in ways:
+        if len(set(labels)) == len(labels):
+            return labels
+    return [str(run.folder) for run in runs]
+
+
+def method_label(config: RunConfig) -> str:
+    """How people call the way a run was trained."""
+    name = config.weighting.name
+    weights = "baseline" if name == "uniform" else f"{name} weights"
+    if not config.imta.collaboration:
+        return weights
+    return "IMTA" if name == "uniform" else f"{weights} + IMTA"

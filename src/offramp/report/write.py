@@ -1,0 +1,129 @@
+"""`offramp report`: run folders in; the page, its figures as PNG and SVG, its tables as Markdown and CSV out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from offramp.calibrate import stage_times
+from offramp.files import read_json, write_bytes
+from offramp.report import figures, tables
+from offramp.report.answer import headline
+from offramp.report.drawing import Panels, save
+from offramp.report.gather import Group, gather
+from offramp.report.page import Page, build
+from offramp.tables import Table, to_csv, to_markdown
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written, and the one-sentence answer."""
+
+    page: Path
+    files: Path
+    answer: str
+
+
+def write_report(
+    runs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    budgets: Sequence[float] = (),
+    times: str | Path | None = None,
+    measure: str = "max_softmax",
+    temperature: bool = False,
+) -> Report:
+    """Write `out` (a page that needs nothing else) and, beside it, a folder with its figures and tables."""
+    out = Path(out)
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"--out must be an HTML file, for example report.html, got {out}")
+    groups = gather(runs, measure, temperature)
+    answer = headline(groups)
+    panels = _panels(groups, times)
+    found = _tables(groups, budgets)
+    page = Page(_title(groups), answer, _facts(groups), groups, panels, found, _repeat(groups))
+    files = out.with_name(f"{out.stem}-files")
+    write_bytes(out, build(page).encode())
+    for name, table in found.items():
+        _save_table(files, name, table)
+    for one in panels.values():
+        save(one, files)
+    return Report(out, files, answer)
+
+
+def _panels(groups: Sequence[Group], times: str | Path | None) -> dict[str, Panels]:
+    learned = next((group for group in groups if _has_learned(group)), None)
+    found = [
+        figures.accuracy_against_cost(groups),
+        None
+        if times is None
+        else figures.accuracy_against_time(groups, stage_times(read_json(times), len(groups[0].costs))),
+        None if learned is None else figures.weight_against_loss(learned),
+        None if learned is None else figures.selected_weights(learned),
+        figures.reliability_per_exit(groups),
+        figures.overthinking_per_exit(groups),
+        figures.training_curves(groups),
+    ]
+    return {panels.name: panels for panels in found if panels is not None}
+
+
+def _has_learned(group: Group) -> bool:
+    samples = group.first.samples
+    return samples is not None and float(samples["weights"].std()) > 0
+
+
+def _tables(groups: Sequence[Group], budgets: Sequence[float]) -> dict[str, Table]:
+    found = {
+        "anytime": tables.anytime(groups),
+        "trust": tables.trust(groups),
+        "overthinking": tables.overthinking(groups),
+    }
+    if any(run.curves for group in groups for run in group.runs):
+        found["budgeted"] = tables.budgeted(groups, budgets or tables.nice_budgets(groups))
+    known = tables.difficulty(groups)
+    return {**found, "difficulty": known} if known else found
+
+
+def _save_table(folder: Path, name: str, table: Table) -> None:
+    title, columns, rows = table
+    write_bytes(folder / f"{name}.md", f"{title}\n\n{to_markdown(columns, rows)}".encode())
+    write_bytes(folder / f"{name}.csv", to_csv(columns, rows).encode())
+
+
+def _title(groups: Sequence[Group]) -> str:
+    models = " and ".join(dict.fromkeys(group.first.summary.model for group in groups))
+    return f"{models} on {groups[0].first.config.data.name}"
+
+
+def _facts(groups: Sequence[Group]) -> str:
+    counts = [f"{group.label}: {len(group.runs)} {'run' if len(group.runs) == 1 else 'runs'}" for group in groups]
+    samples = groups[0].first.summary.samples
+    calibration = f"thresholds from {samples['calibration']:,} calibration images" if "calibration" in samples else ""
+    return " · ".join(part for part in (*counts, f"{samples['test']:,} test images", calibration) if part)
+
+
+def _repeat(groups: Sequence[Group]) -> str:
+    return '<div class="card">' + "".join(_repeat_run(group) for group in groups) + "</div>"
+
+
+def _repeat_run(group: Group) -> str:
+    run = group.first
+    path = run.folder / "environment.json"
+    known = read_json(path) if path.is_file() else {}
+    commands = [f"offramp {shlex.join(map(str, known.get('command', ())))}"] if known.get("command") else []
+    commands += [f"offramp eval {shlex.quote(str(run.folder))}"]
+    seeds = ", ".join(str(r.config.seed) for r in group.runs)
+    text = "\n".join(commands)
+    rest = {key: value for key, value in known.items() if key != "command"}
+    config = json.dumps(run.config.to_json(), indent=2)
+    versions = json.dumps(rest, indent=2)
+    dot = f'<span class="dot" style="background:{group.colour}"></span>'
+    return (
+        f"<details><summary>{dot}{escape(group.label)}: recipe {escape(str(run.config.recipe))}, seeds {seeds}"
+        "</summary>"
+        f"<pre>{escape(text)}</pre><pre>{escape(config)}</pre><pre>{escape(versions)}</pre></details>"
+    )

@@ -1,0 +1,45 @@
+"""Thresholds from confidences: the paper's family with its one parameter q.
+
+Confidences of the calibration split go in, tuples of K - 1 thresholds come out. A threshold lies midway between
+two neighbouring confidences of the samples that reach its exit, so that a rounding error decides nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from offramp.shares import exit_counts
+
+Thresholds = tuple[float, ...]
+Q_GRID = tuple(round(0.05 * step, 2) for step in range(1, 40))  # .05 to 1.95, as in the paper
+NEVER = math.inf
+
+
+def q_thresholds(confidences: np.ndarray, q: float) -> Thresholds:
+    """The paper's rule: at exit k the floor(n p_k) most confident of those still there leave, p_k from q.
+
+    Where that is none, or more than are left, nobody leaves. All samples tied with the last one leave with it.
+    """
+    num_exits, samples = confidences.shape
+    staying = np.ones(samples, bool)
+    found = []
+    for own, count in zip(confidences[:-1], exit_counts(samples, num_exits, q)[:-1], strict=True):
+        left = own[staying]
+        found.append(_leaving(left, count) if 0 < count <= len(left) else NEVER)
+        staying &= ~(own >= np.float32(found[-1]))
+    return tuple(found)
+
+
+def _leaving(confidences: np.ndarray, count: int) -> float:
+    """The threshold that lets the `count` most confident leave, and those tied with the last of them."""
+    last = np.partition(confidences, len(confidences) - count)[len(confidences) - count]
+    below = confidences[confidences < last]
+    return midway(below.max() if len(below) else 0.0, last)
+
+
+def midway(below: float, above: float) -> float:
+    """The float32 halfway between two confidences; never the lower one, however near they are."""
+    middle = np.float32((float(below) + float(above)) / 2)
+    return float(middle if middle > below else above)
