@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offramp.calibrate import Request, calibrate_run, stage_times
+from offramp.calibrate import PolicyRequest, calibrate_run, stage_times
 from offramp.cli import main
 from offramp.confidence import answers, confidences, fit_temperatures
 from offramp.outputs import read_outputs
@@ -47,7 +47,7 @@ def test_the_file_holds_both_families_and_goes_there_and_back(run: Path) -> None
 
 
 def test_by_q(run: Path) -> None:
-    found = calibrate_run(run, Request(q=0.75))
+    found = calibrate_run(run, PolicyRequest(q=0.75))
     given, own = on_calibration(run, found)
     assert found.policy.q == 0.75
     assert found.policy.thresholds == q_thresholds(given.confidences, 0.75)
@@ -56,7 +56,7 @@ def test_by_q(run: Path) -> None:
 
 @pytest.mark.parametrize("family", ["searched", "q"])
 def test_by_budget(run: Path, family: str) -> None:
-    found = calibrate_run(run, Request(budget_mul_adds=2.2e6, family=family))
+    found = calibrate_run(run, PolicyRequest(budget_mul_adds=2.2e6, family=family))
     _, own = on_calibration(run, found)
     assert 2.0e6 < own.cost <= 2.2e6
     rivals = [p.top1 for p in found.policies if p.family == "q" and p.mul_adds <= 2.2e6]
@@ -66,18 +66,18 @@ def test_by_budget(run: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["searched", "q"])
 def test_by_drop(run: Path, family: str) -> None:
-    found = calibrate_run(run, Request(max_drop_points=1.0, family=family))
+    found = calibrate_run(run, PolicyRequest(max_drop_points=1.0, family=family))
     given, own = on_calibration(run, found)
     assert own.top1 >= given.right[-1].mean() - 0.01 - 1e-12
     cheaper = [p for p in found.family(family)[:-1] if p.mul_adds < own.cost * 0.97]
     assert all(p.top1 < given.right[-1].mean() - 0.01 for p in cheaper)
-    dearer = calibrate_run(run, Request(max_drop_points=0.0, family=family)).policy
+    dearer = calibrate_run(run, PolicyRequest(max_drop_points=0.0, family=family)).policy
     assert dearer.mul_adds >= found.policy.mul_adds
     assert dearer.top1 >= given.right[-1].mean()
 
 
 def test_by_risk(run: Path) -> None:
-    found = calibrate_run(run, Request(risk=0.08, probability=0.9))
+    found = calibrate_run(run, PolicyRequest(risk=0.08, probability=0.9))
     given, own = on_calibration(run, found)
     promise = found.policy.promise
     assert promise is not None and (promise.risk, promise.probability, promise.samples) == (0.08, 0.9, 200)
@@ -90,8 +90,8 @@ def test_temperatures_of_a_promise_come_from_the_choosing_half_alone(run: Path) 
     saved = read_outputs(run, "calibration")
     rows, _ = halves(400, 0)
     half = fit_temperatures(saved.logits[:, rows], saved.labels[rows])
-    assert calibrate_run(run, Request(risk=0.1), temperature=True).temperatures == half
-    assert calibrate_run(run, Request(q=1.0), temperature=True).temperatures == fit_temperatures(
+    assert calibrate_run(run, PolicyRequest(risk=0.1), temperature=True).temperatures == half
+    assert calibrate_run(run, PolicyRequest(q=1.0), temperature=True).temperatures == fit_temperatures(
         saved.logits, saved.labels
     )
 
@@ -102,14 +102,14 @@ def test_by_milliseconds(run: Path, tmp_path: Path) -> None:
     times.write_text(json.dumps({"stage_ms": stages}))
     assert stage_times({"stage_ms": stages}, 3) == (1.0, 3.0, 3.5)
     assert stage_times({"stage_ms": stages}, 3, batch=1) == (2.0, 4.0, 6.0)
-    found = calibrate_run(run, Request(budget_ms=2.0), times=times)
+    found = calibrate_run(run, PolicyRequest(budget_ms=2.0), times=times)
     assert found.policy.milliseconds == pytest.approx(np.dot(found.policy.shares, (1.0, 3.0, 3.5)))
     assert 1.7 < found.policy.milliseconds <= 2.0 + 1e-9
     assert all(p.milliseconds is not None for p in found.policies)
     with pytest.raises(ValueError, match="--times"):
-        calibrate_run(run, Request(budget_ms=2.0))
+        calibrate_run(run, PolicyRequest(budget_ms=2.0))
     with pytest.raises(ValueError, match="budget 0.5 ms is below exit 1's cost, 1 ms"):
-        calibrate_run(run, Request(budget_ms=0.5), times=times)
+        calibrate_run(run, PolicyRequest(budget_ms=0.5), times=times)
     for broken in ({}, {"stage_ms": {"1": {"8": 1}}}, {"stage_ms": {"1": {}, "2": {}, "3": {}}}, [1], {"stage_ms": 3}):
         with pytest.raises(ValueError, match="table of times"):
             stage_times(broken, 3)
@@ -117,7 +117,7 @@ def test_by_milliseconds(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("measure", ["max_softmax", "margin", "entropy"])
 def test_measures_and_temperatures_reach_the_file(run: Path, measure: str) -> None:
-    found = calibrate_run(run, Request(q=0.8), measure=measure, temperature=True)
+    found = calibrate_run(run, PolicyRequest(q=0.8), measure=measure, temperature=True)
     saved = read_outputs(run, "calibration")
     own = confidences(saved.logits, measure, found.temperatures)
     counts = np.bincount(exits_taken(own, found.policy.thresholds), minlength=4)[1:]
@@ -126,9 +126,9 @@ def test_measures_and_temperatures_reach_the_file(run: Path, measure: str) -> No
 
 
 def test_the_test_split_is_never_looked_at(run: Path) -> None:
-    before = calibrate_run(run, Request(budget_mul_adds=2e6))
+    before = calibrate_run(run, PolicyRequest(budget_mul_adds=2e6))
     shutil.rmtree(run / "eval" / "test")
-    assert calibrate_run(run, Request(budget_mul_adds=2e6)) == before
+    assert calibrate_run(run, PolicyRequest(budget_mul_adds=2e6)) == before
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_the_test_split_is_never_looked_at(run: Path) -> None:
 )
 def test_requests_that_cannot_be_met_are_sentences(run: Path, request_: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        calibrate_run(run, Request(**request_))
+        calibrate_run(run, PolicyRequest(**request_))
     assert not (run / "policy.json").exists()
 
 
@@ -182,7 +182,7 @@ def test_runs_that_cannot_be_calibrated_are_sentences(run: Path, tmp_path: Path)
 
 
 def test_a_bundle_picks_the_dearest_policy_that_fits(run: Path) -> None:
-    for request in (Request(q=0.75), Request(budget_mul_adds=2e6), Request(risk=0.1)):
+    for request in (PolicyRequest(q=0.75), PolicyRequest(budget_mul_adds=2e6), PolicyRequest(risk=0.1)):
         found = calibrate_run(run, request)
         own = found.within(2.5e6)
         family = "q" if request.q else "searched"

@@ -13,7 +13,11 @@ _HOME = {
     "ExitCost": "offramp.models.cost",
     "ExitNet": "offramp.models.exits",
     "LearnedWeights": "offramp.learned_weights",
+    "Policies": "offramp.policy",
+    "Policy": "offramp.policy",
+    "PolicyRequest": "offramp.calibrate",
     "RunConfig": "offramp.config",
+    "calibrate_run": "offramp.calibrate",
     "create_model": "offramp.models.registry",
     "evaluate_run": "offramp.evaluate",
     "exit_costs": "offramp.models.cost",
@@ -22,14 +26,17 @@ _HOME = {
     "load_dataset": "offramp.data",
     "load_model": "offramp.models.store",
     "load_recipe": "offramp.config",
+    "read_policies": "offramp.policy",
     "register_model": "offramp.models.registry",
     "train_run": "offramp.train",
     "with_settings": "offramp.config",
+    "write_report": "offramp.report.write",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]
 
 if TYPE_CHECKING:
+    from offramp.calibrate import PolicyRequest, calibrate_run
     from offramp.config import RunConfig, list_recipes, load_recipe, with_settings
     from offramp.data import load_dataset
     from offramp.evaluate import evaluate_run
@@ -39,6 +46,8 @@ if TYPE_CHECKING:
     from offramp.models.registry import create_model, list_models, register_model
     from offramp.models.store import load_model
     from offramp.outputs import EvalSummary
+    from offramp.policy import Policies, Policy, read_policies
+    from offramp.report.write import write_report
     from offramp.train import train_run
 
 

@@ -1,6 +1,6 @@
 """Policies from saved outputs: the calibration split of an evaluated run goes in, `policy.json` comes out.
 
-A `Request` says what is wanted of the policy: a q, a budget, a largest drop in accuracy or a promise about risk.
+A `PolicyRequest` says what is wanted of the policy: a q, a budget, a largest drop in accuracy or a promise about risk.
 The test split is never looked at here.
 """
 
@@ -27,7 +27,7 @@ SPLIT_SEED = 0  # of the halves behind a promise
 
 
 @dataclass(frozen=True)
-class Request:
+class PolicyRequest:
     """What a policy is asked for: one of these; without any, the cheapest within half a point of the whole network."""
 
     q: float | None = None
@@ -52,7 +52,7 @@ class Request:
 
 def calibrate_run(
     run: str | Path,
-    request: Request | None = None,
+    request: PolicyRequest | None = None,
     *,
     measure: str = "max_softmax",
     temperature: bool = False,
@@ -63,7 +63,7 @@ def calibrate_run(
     costs = read_summary(run).costs
     saved = read_outputs(run, "calibration")
     milliseconds = None if times is None else stage_times(read_json(times), len(costs))
-    found = calibrate(saved, costs, request or Request(), measure, temperature, milliseconds)
+    found = calibrate(saved, costs, request or PolicyRequest(), measure, temperature, milliseconds)
     write_policies(Path(run) / "policy.json" if out is None else out, found)
     return found
 
@@ -71,7 +71,7 @@ def calibrate_run(
 def calibrate(
     saved: Outputs,
     costs: Sequence[int],
-    request: Request,
+    request: PolicyRequest,
     measure: str = "max_softmax",
     temperature: bool = False,
     milliseconds: Sequence[float] | None = None,
@@ -122,7 +122,7 @@ class _Found:
     promise: Promise | None = None
 
 
-def _asked_for(given: Answers, costs: Sequence[float], request: Request) -> _Found:
+def _asked_for(given: Answers, costs: Sequence[float], request: PolicyRequest) -> _Found:
     if request.q is not None:
         return _Found("q", q_thresholds(given.confidences, request.q), request.q)
     if request.risk is not None:
@@ -135,7 +135,7 @@ def _asked_for(given: Answers, costs: Sequence[float], request: Request) -> _Fou
     return _within_drop(given, costs, request.family, drop)
 
 
-def _promise(given: Answers, costs: Sequence[float], request: Request) -> tuple[Thresholds, None, Promise]:
+def _promise(given: Answers, costs: Sequence[float], request: PolicyRequest) -> tuple[Thresholds, None, Promise]:
     assert request.risk is not None
     thresholds, promise = promised(given, costs, request.risk, request.probability, SPLIT_SEED)
     return thresholds, None, promise
@@ -180,7 +180,7 @@ def _budgets(costs: Sequence[float]) -> np.ndarray:
     return spread
 
 
-def _temperatures(saved: Outputs, request: Request) -> tuple[float, ...]:
+def _temperatures(saved: Outputs, request: PolicyRequest) -> tuple[float, ...]:
     """Fitted on everything; where a promise is asked for, only on the half that candidates come from."""
     if request.risk is None:
         return fit_temperatures(saved.logits, saved.labels)

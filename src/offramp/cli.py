@@ -174,12 +174,12 @@ def calibrate(
 
     For example: offramp calibrate runs/first --budget 1.2M
     """
-    from offramp.calibrate import Request, calibrate_run
+    from offramp.calibrate import PolicyRequest, calibrate_run
     from offramp.console import parse_count
     from offramp.tables import policy_table
 
     wanted = None if budget is None else parse_count(budget, "--budget")
-    request = Request(q, wanted, budget_ms, max_drop_points, risk, probability, family)
+    request = PolicyRequest(q, wanted, budget_ms, max_drop_points, risk, probability, family)
     found = calibrate_run(run, request, measure=measure, temperature=temperature, times=times, out=out)
     if as_json:
         print(json.dumps(found.policy.to_json()))

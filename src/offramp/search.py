@@ -13,26 +13,53 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from offramp.confidence import Answers
-from offramp.policy import exits_taken, outcome
+from offramp.policy import Outcome, exits_taken, outcome
 from offramp.thresholds import NEVER, Q_GRID, Thresholds, midway, q_thresholds
 
 SWEEPS = 20  # over all exits; climbing rarely needs more than five
+WINDOW = 0.1  # of the samples are averaged over when answers are smoothed
 RATES = np.geomspace(1e-3, 10, 30)  # points of accuracy for the whole span of costs, from cheap talk to misers
 
 
 def search(given: Answers, costs: Sequence[float], budgets: Iterable[float]) -> list[Thresholds]:
     """For each budget the most accurate thresholds found whose mean cost on these samples fits it.
 
-    On these samples they are at least as accurate as every member of the paper's family that fits.
+    Accuracy is judged by smoothed answers, or thresholds would follow single samples. Counted sample by sample, they
+    are still at least as accurate here as every member of the paper's family that fits: if not, the best
+    candidate by that count is taken instead.
     """
-    problem = _Problem(given, costs)
-    found = [(outcome(given, t, costs), t) for t in sorted(problem.candidates())]
+    problem = _Problem(smoothed(given), costs)
+    candidates = sorted(problem.candidates())
+    smooth = [(outcome(problem.given, t, costs), t) for t in candidates]
+    plain = [(outcome(given, t, costs), t) for t in candidates]
+    family = [outcome(given, t, costs) for t in _family(given)]
     chosen = []
     for budget in budgets:
-        fitting = [(o.top1, -o.cost, t) for o, t in found if o.cost <= budget]
-        start = max(fitting)[2] if fitting else (0.0,) * (given.num_exits - 1)
-        chosen.append(max(start, problem.spend(start, budget), key=lambda t: outcome(given, t, costs).top1))
+        found = problem.spend(_best(smooth, budget, problem.none), budget)
+        least = max((o.top1 for o in family if o.cost <= budget), default=0.0)
+        chosen.append(found if outcome(given, found, costs).top1 >= least else _best(plain, budget, problem.none))
     return chosen
+
+
+def smoothed(given: Answers) -> Answers:
+    """Each answer's correctness replaced by the mean over the samples nearest to it in confidence at that exit."""
+    found = np.empty(given.right.shape)
+    places = np.arange(given.samples)
+    reach = np.minimum(int(WINDOW * given.samples / 2), np.minimum(places, places[::-1]))
+    for own, right, out in zip(given.confidences, given.right, found, strict=True):
+        order = np.argsort(own, kind="stable")
+        sums = np.append(0.0, np.cumsum(right[order]))
+        out[order] = (sums[places + reach + 1] - sums[places - reach]) / (2 * reach + 1)
+    return Answers(given.confidences, found)
+
+
+def _family(given: Answers) -> list[Thresholds]:
+    return [q_thresholds(given.confidences, q) for q in Q_GRID]
+
+
+def _best(found: Sequence[tuple[Outcome, Thresholds]], budget: float, otherwise: Thresholds) -> Thresholds:
+    """The most accurate that fits, of equals the cheapest."""
+    return max(((o.top1, -o.cost, t) for o, t in found if o.cost <= budget), default=(0.0, 0.0, otherwise))[2]
 
 
 class _Problem:
@@ -43,10 +70,11 @@ class _Problem:
         self.right = given.right.astype(np.float64)
         self.orders = [np.argsort(own, kind="stable") for own in given.confidences[:-1]]
         self.never: Thresholds = (NEVER,) * len(self.orders)
+        self.none: Thresholds = (0.0,) * len(self.orders)  # nobody goes on
 
     def candidates(self) -> set[Thresholds]:
         """The paper's family, and what is met climbing from it and from neighbour to neighbour."""
-        met = {self.never, *(q_thresholds(self.given.confidences, q) for q in Q_GRID)}
+        met = {self.never, *_family(self.given)}
         family = [(outcome(self.given, t, self.costs.tolist()), t) for t in met]
         rates = RATES / max(self.costs[-1] - self.costs[0], 1e-30)
         here = self.never
