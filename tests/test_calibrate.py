@@ -76,6 +76,21 @@ def test_by_drop(run: Path, family: str) -> None:
     assert dearer.top1 >= given.right[-1].mean()
 
 
+@pytest.mark.parametrize("family", ["searched", "q"])
+def test_a_drop_is_never_exceeded(tmp_path: Path, family: str) -> None:
+    for seed in range(6):
+        small = write_run(tmp_path / f"{seed}", seed=seed, calibration=60)
+        found = calibrate_run(small, PolicyRequest(max_drop_points=0.0, family=family))
+        given, own = on_calibration(small, found)
+        assert own.top1 >= given.right[-1].mean()
+
+
+def test_the_cheapest_budget_is_kept(run: Path) -> None:
+    for family in ("searched", "q"):
+        found = calibrate_run(run, PolicyRequest(budget_mul_adds=float(COSTS[0]), family=family))
+        assert found.policy.mul_adds == COSTS[0] and found.policy.shares == (1.0, 0.0, 0.0)
+
+
 def test_by_risk(run: Path) -> None:
     found = calibrate_run(run, PolicyRequest(risk=0.08, probability=0.9))
     given, own = on_calibration(run, found)
@@ -164,14 +179,16 @@ def test_runs_that_cannot_be_calibrated_are_sentences(run: Path, tmp_path: Path)
     with pytest.raises(ValueError, match="do not belong together"):
         calibrate_run(run)
     (run / "eval/calibration/logits.npy").write_bytes(b"no array")
-    with pytest.raises(ValueError, match="cannot be read"):
+    with pytest.raises(ValueError, match="is damaged"):
         calibrate_run(run)
     (run / "eval/calibration/logits.npy").unlink()
     with pytest.raises(ValueError, match="is missing"):
         calibrate_run(run)
+    (run / "eval/calibration/difficulty.npy").unlink()
     for name in ("logits", "labels", "index"):
         shape = (3, 0, 6) if name == "logits" else (0,)
-        np.save(run / f"eval/calibration/{name}.npy", np.zeros(shape, np.float32))
+        kind = np.float32 if name == "logits" else np.int64
+        np.save(run / f"eval/calibration/{name}.npy", np.zeros(shape, kind))
     with pytest.raises(ValueError, match="is empty"):
         calibrate_run(run)
     (run / "eval/eval.json").write_text('{"schema": 1}')

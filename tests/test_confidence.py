@@ -54,6 +54,21 @@ def test_fitted_temperatures_are_those_the_labels_were_drawn_with() -> None:
     np.testing.assert_allclose(found, true, rtol=0.05)
 
 
+def test_temperatures_are_the_best_there_are() -> None:
+    """Also where Newton's own steps would jump to and fro."""
+    draw = np.random.default_rng(0)
+    for gap, share, classes in ((18.21, 0.75, 1000), (30.0, 0.5, 10), (5.0, 0.99, 3), (0.5, 0.34, 3)):
+        labels = draw.integers(0, classes, 400)
+        answered = np.where(np.arange(400) < share * 400, labels, (labels + 1) % classes)
+        logits = np.zeros((1, 400, classes), np.float32)
+        logits[0, np.arange(400), answered] = gap
+        found = fit_temperatures(logits, labels)[0]
+        grid = np.geomspace(0.05, 20, 4000)
+        chance = np.log(np.exp(gap / grid) + classes - 1)
+        loss = chance - share * gap / grid
+        assert found == pytest.approx(grid[loss.argmin()], rel=5e-3)
+
+
 def test_a_network_that_is_always_right_gets_the_coldest_temperature_and_random_labels_the_hottest() -> None:
     logits = np.eye(4, dtype=np.float32)[None].repeat(50, 1) * 3
     labels = np.tile(np.arange(4), 50)

@@ -67,6 +67,7 @@ def test_it_asks_for_nothing_and_complains_of_nothing(page: Any) -> None:
 
 def test_the_slider_shows_the_numbers_that_python_computes(page: Any, folder: Path) -> None:
     every = [run for group in gather([folder / "runs"]) for run in group.runs]
+    assert page.locator("input[value=q]").is_checked()  # the lines show this rule
     for number, family, step in ((0, "searched", 0), (1, "q", 133), (2, "searched", 250), (3, "q", 400)):
         page.locator("#run").select_option(str(number))
         page.locator(f"input[value={family}]").check()
@@ -110,6 +111,7 @@ def test_images_move_with_the_budget(page: Any) -> None:
     from playwright.sync_api import expect
 
     title = page.locator("#images h3").first
+    page.locator("input[value=searched]").check()
     page.locator("#budget").fill("0")
     expect(title).to_contain_text("100.0")
     assert first_exit() == 40

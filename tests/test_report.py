@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,7 +57,7 @@ def test_names_tell_groups_apart(tmp_path: Path) -> None:
     config = json.loads((other / "config.json").read_text())
     config["weighting"]["delta"] = 0.3
     (other / "config.json").write_text(json.dumps(config))
-    assert [group.label for group in gather([one, other])] == [str(one), str(other)]
+    assert [group.label for group in gather([one, other])] == ["a", "b"]
     config["recipe"] = "mine"
     (other / "config.json").write_text(json.dumps(config))
     assert [group.label for group in gather([one, other])] == ["digits-learned", "mine"]
@@ -72,7 +73,8 @@ def test_the_sentence_says_what_the_curves_say(runs: Path) -> None:
     text = headline([before, after])
     assert re.fullmatch(
         r"At equal accuracy \(\d+\.\d %\), learned weights need \d+ % less compute than the baseline: \S+ against "
-        r"\S+ mul-adds per image; at equal compute they are [\d.]+ ± [\d.]+ points better on average \(2 seeds\)\.",
+        r"\S+ mul-adds per image; at equal compute they are [\d.]+ ± [\d.]+ points better on average "
+        r"from \S+ to \S+ \(2 seeds\)\.",
         text,
     )
 
@@ -81,7 +83,11 @@ def test_a_disappointing_result_is_said_too(tmp_path: Path) -> None:
     write_run(tmp_path / "baseline", skill=1.6)
     write_run(tmp_path / "learned", "digits-learned", skill=0.8)
     text = headline(gather([tmp_path]))
-    assert "more compute than the baseline" in text and "points worse on average (one seed)." in text
+    assert (
+        "more compute than the baseline" in text
+        and "points worse on average from" in text
+        and text.endswith("(one seed).")
+    )
 
 
 def test_one_run_alone_says_what_leaving_early_saves(tmp_path: Path) -> None:
@@ -99,8 +105,11 @@ def test_tables_hold_means_and_spreads(runs: Path) -> None:
     top1 = 100 * groups[0].top1()
     assert rows[0][:3] == ["1", "1.00M", f"{top1[:, 0].mean():.2f} ± {top1[:, 0].std(ddof=1):.2f}"]
     _, columns, rows = tables.budgeted(groups, [0.5e6, 2e6])
-    assert columns[:4] == ["method", "thresholds", "at 0.50M", "at 2.00M"]
-    assert len(rows) == 4 and all(row[2] == "–" and "±" in row[3] and "±" in row[4] for row in rows)
+    assert columns == ["method", "thresholds", "at 0.50M", "at 2.00M", "mean, 0.50M to 2.00M"]
+    assert len(rows) == 4 and all(row[2] == "–" and "±" in row[3] and row[4] == "–" for row in rows)
+    _, _, rows = tables.budgeted(groups, [2e6, 4e6])
+    area = [100 * run.curves["q"].area(2e6, 4e6) for run in groups[0].runs]
+    assert rows[0][4] == f"{np.mean(area):.2f} ± {np.std(area, ddof=1):.2f}"
     _, _, rows = tables.difficulty(groups) or ("", [], [])
     assert float(rows[0][1].split()[0]) > 0.3
     assert len(tables.trust(groups)[2]) == 6
@@ -194,6 +203,94 @@ def test_what_cannot_be_reported_is_a_sentence(runs: Path, tmp_path: Path) -> No
     with pytest.raises(ValueError, match="different data"):
         write_report([runs, other], tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()
+
+
+def test_only_like_is_compared_with_like(tmp_path: Path) -> None:
+    """Other data, other lengths, other networks: no sentence about learned weights."""
+    write_run(tmp_path / "runs/a")
+    other = write_run(tmp_path / "runs/b", "digits-learned")
+    assert "learned weights need" in headline(gather([tmp_path / "runs"]))
+    config = json.loads((other / "config.json").read_text())
+    for path, value in ((("data", "train"), 99), (("train", "epochs"), 99)):
+        changed = json.loads(json.dumps(config))
+        changed[path[0]][path[1]] = value
+        (other / "config.json").write_text(json.dumps(changed))
+        assert headline(gather([tmp_path / "runs"])).startswith("baseline: images that leave early save")
+
+
+def test_a_run_counts_once(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(runs / "baseline/seed-0", runs / "baseline/copy")
+    groups = gather([runs, runs / ".." / "runs", runs / "baseline/seed-0"])
+    assert [len(group.runs) for group in groups] == [2, 2]
+    assert "repeats the seed" in caplog.text
+    shutil.rmtree(runs / "learned/seed-1")
+    assert headline(gather([runs])).endswith("(2 and 1 seeds).")
+
+
+def test_runs_that_are_not_evaluated_are_named(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.rmtree(runs / "learned/seed-1/eval")
+    assert [len(group.runs) for group in gather([runs])] == [2, 1]
+    assert "it has not been evaluated" in caplog.text and "learned/seed-1" in caplog.text
+
+
+def test_fixed_weights_are_not_called_learned(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", "digits-learned")
+    config = json.loads((run / "config.json").read_text())
+    config["weighting"]["name"] = "ascending"
+    (run / "config.json").write_text(json.dumps(config))
+    assert "What the weight net learned" not in write_report([run], tmp_path / "report.html").page.read_text()
+
+
+def test_networks_of_different_depth_share_a_page(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs/three")
+    deeper = write_run(tmp_path / "runs/four", costs=(1_000_000, 2_000_000, 3_000_000, 9_000_000))
+    config = json.loads((deeper / "config.json").read_text())
+    config["model"]["overrides"] = {"blocks": [1, 1, 1, 1]}
+    (deeper / "config.json").write_text(json.dumps(config))
+    found = write_report([tmp_path / "runs"], tmp_path / "report.html")
+    assert "paper top-1" in (found.files / "anytime.csv").read_text()
+
+
+@pytest.mark.parametrize(("exits", "samples"), [(1, 50), (3, 1), (3, 2)])
+def test_the_smallest_runs_have_a_page(tmp_path: Path, exits: int, samples: int) -> None:
+    run = write_run(tmp_path / "run", calibration=samples, test=samples, costs=COSTS[:exits])
+    assert write_report([run], tmp_path / "report.html").page.is_file()
+
+
+def test_damaged_files_are_sentences(tmp_path: Path) -> None:
+    def broken(name: str, change) -> None:
+        run = write_run(tmp_path / name)
+        change(run)
+        with pytest.raises(ValueError, match="damaged|belong together|does not have"):
+            write_report([run], tmp_path / "report.html")
+
+    def cut(path: Path) -> None:
+        path.write_bytes(path.read_bytes()[:-50])
+
+    broken("thumbs", lambda run: cut(run / "eval/test/thumbs.npz"))
+    broken("labels", lambda run: np.save(run / "eval/test/labels.npy", np.full(500, 99)))
+    broken("shape", lambda run: np.save(run / "eval/test/labels.npy", np.zeros((500, 2), np.int64)))
+    broken("kind", lambda run: np.save(run / "eval/test/logits.npy", np.full((3, 500, 6), "x")))
+    broken("exits", lambda run: np.save(run / "eval/test/logits.npy", np.zeros((2, 500, 6), np.float32)))
+    broken("hard", lambda run: np.save(run / "eval/test/difficulty.npy", np.zeros(3)))
+    broken("log", lambda run: (run / "metrics.jsonl").write_text("{"))
+    broken("rows", lambda run: (run / "metrics.jsonl").write_text("[1]"))
+    broken("splits", lambda run: (run / "eval/eval.json").write_text('{"model": "m", "splits": {}}'))
+    learned = write_run(tmp_path / "learned", "digits-learned")
+    cut(learned / "samples/epoch-0003.npz")
+    with pytest.raises(ValueError, match="damaged"):
+        write_report([learned], tmp_path / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_figures_keep_seeds_of_one_configuration_together(tmp_path: Path) -> None:
+    costs = (7, 14, 28, 42, 58)
+    write_run(tmp_path / "runs/a", "cifar100-msdnet5-baseline", costs=costs)
+    other = write_run(tmp_path / "runs/b", "cifar100-msdnet5-baseline", seed=1, costs=costs[:3])
+    config = json.loads((other / "config.json").read_text())
+    config["model"]["overrides"] = {"blocks": [1, 1, 1]}
+    (other / "config.json").write_text(json.dumps(config))
+    assert write_figures([tmp_path / "runs"], tmp_path / "figures").files
 
 
 def test_first_phases_are_not_runs_of_their_own(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from offramp.confidence import Answers, answers
 from offramp.policy import outcome
 from offramp.search import search
-from offramp.thresholds import Q_GRID, q_thresholds
+from offramp.thresholds import Q_GRID, q_at_budget, q_thresholds
 from saved import logits_and_labels
 
 COSTS = (3.0, 7.0, 20.0)
@@ -32,6 +32,16 @@ def test_at_least_as_good_as_the_family_and_within_budget(seed: int) -> None:
         assert own.cost <= budget
         assert own.top1 >= max((f.top1 for f in family if f.cost <= budget), default=0)
     assert np.mean([own.top1 - f.top1 for own, f in zip(found, family, strict=False)]) > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_at_least_as_good_as_any_q_at_any_budget(seed: int) -> None:
+    data = given(300, 20 + seed)
+    for budget in np.linspace(3.0, 20.0, 25):
+        _, rival = q_at_budget(data.confidences, COSTS, float(budget))
+        assert outcome(data, rival, COSTS).cost <= budget
+        own = outcome(data, search(data, COSTS, [float(budget)])[0], COSTS)
+        assert own.cost <= budget and own.top1 >= outcome(data, rival, COSTS).top1
 
 
 def test_the_ends_are_the_first_exit_and_the_best_there_is() -> None:

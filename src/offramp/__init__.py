@@ -9,9 +9,11 @@ __version__ = "0.1.0"
 
 # Names are imported on first use: a box that only serves needs no training code.
 _HOME = {
+    "Bundle": "offramp.bundle",
     "EvalSummary": "offramp.outputs",
     "ExitCost": "offramp.models.cost",
     "ExitNet": "offramp.models.exits",
+    "ExitResult": "offramp.result",
     "LearnedWeights": "offramp.learned_weights",
     "Policies": "offramp.policy",
     "Policy": "offramp.policy",
@@ -21,8 +23,10 @@ _HOME = {
     "create_model": "offramp.models.registry",
     "evaluate_run": "offramp.evaluate",
     "exit_costs": "offramp.models.cost",
+    "export_run": "offramp.export",
     "list_models": "offramp.models.registry",
     "list_recipes": "offramp.config",
+    "load_bundle": "offramp.bundle",
     "load_dataset": "offramp.data",
     "load_model": "offramp.models.store",
     "load_recipe": "offramp.config",
@@ -36,10 +40,12 @@ _HOME = {
 __all__ = ["__version__", *sorted(_HOME)]
 
 if TYPE_CHECKING:
+    from offramp.bundle import Bundle, load_bundle
     from offramp.calibrate import PolicyRequest, calibrate_run
     from offramp.config import RunConfig, list_recipes, load_recipe, with_settings
     from offramp.data import load_dataset
     from offramp.evaluate import evaluate_run
+    from offramp.export import export_run
     from offramp.learned_weights import LearnedWeights
     from offramp.models.cost import ExitCost, exit_costs
     from offramp.models.exits import ExitNet
@@ -48,6 +54,7 @@ if TYPE_CHECKING:
     from offramp.outputs import EvalSummary
     from offramp.policy import Policies, Policy, read_policies
     from offramp.report.write import write_report
+    from offramp.result import ExitResult
     from offramp.train import train_run
 
 

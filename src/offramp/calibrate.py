@@ -20,7 +20,7 @@ from offramp.outputs import Outputs, read_outputs, read_summary
 from offramp.policy import FAMILIES, Policies, Policy, Promise, check_budget, outcome, write_policies
 from offramp.risk import halves, promised
 from offramp.search import search
-from offramp.thresholds import Q_GRID, Thresholds, q_thresholds
+from offramp.thresholds import NEVER, Q_GRID, Thresholds, q_at_budget, q_thresholds
 
 SEARCHED = 40  # policies of the searched family, their budgets spread evenly on a logarithmic scale
 SPLIT_SEED = 0  # of the halves behind a promise
@@ -57,13 +57,21 @@ def calibrate_run(
     measure: str = "max_softmax",
     temperature: bool = False,
     times: str | Path | None = None,
+    lazy: bool = False,
     out: str | Path | None = None,
 ) -> Policies:
-    """Find the policy asked for, and both families around it, and write them to `RUN/policy.json` or `out`."""
-    costs = read_summary(run).costs
+    """Find the policy asked for, and both families around it, and write them to `RUN/policy.json` or `out`.
+
+    `lazy` counts what each exit costs if it runs only what its own head needs; the network then runs that way.
+    """
+    summary = read_summary(run)
+    costs = summary.lazy_costs if lazy else summary.costs
+    if not costs:
+        raise ValueError(f"{run} was evaluated by an older version; run: offramp eval {run}")
     saved = read_outputs(run, "calibration")
     milliseconds = None if times is None else stage_times(read_json(times), len(costs))
     found = calibrate(saved, costs, request or PolicyRequest(), measure, temperature, milliseconds)
+    found = replace(found, schedule="lazy" if lazy else "eager")
     write_policies(Path(run) / "policy.json" if out is None else out, found)
     return found
 
@@ -126,7 +134,8 @@ def _asked_for(given: Answers, costs: Sequence[float], request: PolicyRequest) -
     if request.q is not None:
         return _Found("q", q_thresholds(given.confidences, request.q), request.q)
     if request.risk is not None:
-        return _Found("promised", *_promise(given, costs, request))
+        thresholds, promise = promised(given, costs, request.risk, request.probability, SPLIT_SEED)
+        return _Found("promised", thresholds, promise=promise)
     budget = request.budget_mul_adds if request.budget_ms is None else request.budget_ms
     if budget is not None:
         check_budget(budget, costs, "mul-adds" if request.budget_ms is None else "ms")
@@ -135,26 +144,12 @@ def _asked_for(given: Answers, costs: Sequence[float], request: PolicyRequest) -
     return _within_drop(given, costs, request.family, drop)
 
 
-def _promise(given: Answers, costs: Sequence[float], request: PolicyRequest) -> tuple[Thresholds, None, Promise]:
-    assert request.risk is not None
-    thresholds, promise = promised(given, costs, request.risk, request.probability, SPLIT_SEED)
-    return thresholds, None, promise
-
-
 def _at_budget(given: Answers, costs: Sequence[float], family: str, budget: float) -> _Found:
-    """The best policy of a family within a budget; of the paper's, the dearest that fits, by bisection of q."""
+    """The best policy of a family within a budget; of the paper's, the dearest that fits."""
     if family == "searched":
         return _Found(family, search(given, costs, [budget])[0])
-    low, high = 1e-3, 1e3
-    best = q_thresholds(given.confidences, low)
-    for _ in range(50):
-        q = float((low * high) ** 0.5)
-        thresholds = q_thresholds(given.confidences, q)
-        if outcome(given, thresholds, costs).cost <= budget:
-            low, best = q, thresholds
-        else:
-            high = q
-    return _Found(family, best, low)
+    q, thresholds = q_at_budget(given.confidences, costs, budget)
+    return _Found(family, thresholds, q)
 
 
 def _within_drop(given: Answers, costs: Sequence[float], family: str, drop_points: float) -> _Found:
@@ -163,8 +158,8 @@ def _within_drop(given: Answers, costs: Sequence[float], family: str, drop_point
     budgets = _budgets(costs)
     for _ in range(2):  # a coarse look, then a close one between the last that fails and the first that holds
         found = [_at_budget(given, costs, family, b) for b in budgets] if family == "q" else _all(given, costs, budgets)
-        holds = [outcome(given, f.thresholds, costs).top1 >= least - 1e-12 for f in found]
-        first = holds.index(True) if any(holds) else len(budgets) - 1
+        found[-1] = found[-1] if budgets[-1] < costs[-1] else _Found(family, (NEVER,) * (given.num_exits - 1))
+        first = [outcome(given, f.thresholds, costs).top1 >= least - 1e-12 for f in found].index(True)
         kept = found[first]
         budgets = np.linspace(budgets[max(first - 1, 0)], budgets[first], 20)
     return kept

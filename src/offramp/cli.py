@@ -10,7 +10,7 @@ import os
 import sys
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -167,6 +167,7 @@ def calibrate(
     family: Annotated[str, typer.Option(help="searched or q: where --budget and --max-drop-points look.")] = "searched",
     measure: Measure = "max_softmax",
     temperature: Temperature = False,
+    lazy: Annotated[bool, typer.Option(help="Count, and later run, only what each exit's own head needs.")] = False,
     out: Annotated[Path | None, typer.Option(help="Where to write; default: RUN/policy.json.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -180,7 +181,7 @@ def calibrate(
 
     wanted = None if budget is None else parse_count(budget, "--budget")
     request = PolicyRequest(q, wanted, budget_ms, max_drop_points, risk, probability, family)
-    found = calibrate_run(run, request, measure=measure, temperature=temperature, times=times, out=out)
+    found = calibrate_run(run, request, measure=measure, temperature=temperature, times=times, lazy=lazy, out=out)
     if as_json:
         print(json.dumps(found.policy.to_json()))
         return
@@ -228,6 +229,91 @@ def figures(
             _say(f"{name}: no run yet of {', '.join(recipes)}")
 
 
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder that was evaluated and calibrated.")],
+    out: Annotated[Path, typer.Option(help="The bundle's folder; it must not be there yet.")],
+    policy: Annotated[Path | None, typer.Option(help="A policy file; default: RUN/policy.json.")] = None,
+    format: Annotated[str, typer.Option(help="torch, or onnx for boxes without torch.")] = "torch",
+) -> None:
+    """Write a bundle: the network, its policy and everything else that answering needs, verified.
+
+    For example: offramp export runs/first --out bundle --format onnx
+    """
+    from offramp.export import export_run
+
+    path = export_run(run, out, policy=policy, format=format)
+    size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
+    _say(f"bundle: {path} ({format}, {size:.1f} MB), equal to its golden outputs\nnext: offramp predict {path} IMAGES")
+
+
+@app.command("fit")
+def fit_command(
+    source: Annotated[str, typer.Argument(help="A folder with a folder of images per class, or a recipe.")],
+    out: Annotated[Path, typer.Option(help="Folder for the run, the bundle and the report.")],
+    budget: Annotated[
+        str | None, typer.Option(help="Mean mul-adds allowed per image, for example 15M.", metavar="COUNT")
+    ] = None,
+    max_drop_points: Annotated[
+        float | None, typer.Option(help="The cheapest policy within so many points of the whole network.")
+    ] = None,
+    format: Annotated[str, typer.Option(help="torch, or onnx for boxes without torch.")] = "torch",
+    settings: Settings = None,
+    device: Device = "auto",
+) -> None:
+    """Train, evaluate, calibrate, export and report in one go; called again, it goes on where it was.
+
+    For example: offramp fit photos --budget 15M --out fitted
+    """
+    from offramp.calibrate import PolicyRequest
+    from offramp.console import parse_count
+    from offramp.fit import fit
+
+    wanted = None if budget is None else parse_count(budget, "--budget")
+    request = PolicyRequest(budget_mul_adds=wanted, max_drop_points=max_drop_points)
+    found = fit(source, out, request, format=format, settings=tuple(settings or ()), device=device)
+    _say(f"{found.report.answer}\nrun: {found.run}\nbundle: {found.bundle}\nreport: {found.report.page}")
+    _say(f"next: offramp predict {found.bundle} IMAGES")
+
+
+@app.command("predict")
+def predict_command(
+    bundle: Annotated[Path, typer.Argument(help="A bundle folder.")],
+    images: Annotated[list[str], typer.Argument(help="Files, folders, globs, or - for a list on standard input.")],
+    budget: Annotated[
+        str | None, typer.Option(help="Mean mul-adds allowed per image, for example 15M.", metavar="COUNT")
+    ] = None,
+    q: Annotated[float | None, typer.Option(help="The bundle's policy nearest to this q.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write results to a .csv or .jsonl file.")] = None,
+    batch: Annotated[int, typer.Option(help="Images that run together.")] = 64,
+    max_exit: Annotated[int | None, typer.Option(help="No image goes beyond this exit.")] = None,
+    max_mul_adds: Annotated[str | None, typer.Option(help="No image costs more than this.", metavar="COUNT")] = None,
+    device: Device = "auto",
+) -> None:
+    """Classify images with a bundle; each pays for what it uses.
+
+    An image that cannot be read is named in the results, and the exit code is 1 at the end.
+    """
+    from offramp.bundle import load_bundle
+    from offramp.console import parse_count
+    from offramp.predict import expand, predict, result_table, write_rows
+
+    loaded = load_bundle(bundle, device=device)
+    policy = loaded.policy(None if budget is None else parse_count(budget, "--budget"), q)
+    limit = None if max_mul_adds is None else parse_count(max_mul_adds, "--max-mul-adds")
+    if out is not None and out.suffix not in (".csv", ".jsonl"):
+        raise ValueError(f"--out must end in .csv or .jsonl, got {out}")
+    found = predict(loaded, expand(images), policy=policy, batch=batch, max_exit=max_exit, max_mul_adds=limit)
+    if out is None:
+        print_table(*result_table(found.rows))
+    else:
+        write_rows(out, found.rows)
+        _say(f"results: {out}")
+    _say(str(found))
+    if found.unreadable:
+        raise typer.Exit(1)
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
 app.add_typer(bench, name="bench")
 
@@ -256,6 +342,38 @@ def bench_train_command(
     ]
     title = f"{model}, loader batch {batch}, {place}"
     print_table(title, ["step", "ms", "images/s", "peak MB", "ratio"], cells)
+
+
+@bench.command("infer")
+def bench_infer_command(
+    source: Annotated[str, typer.Argument(help="A bundle folder, or a model's name (fresh params).")],
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,64,256",
+    q: Annotated[str, typer.Option(help="The shares of exits, by the paper's q.")] = "0.5,0.75",
+    engine: Annotated[str, typer.Option(help="torch or onnx, for a model.")] = "torch",
+    device: Device = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed calls of each kind.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Time leaving early against the whole network and against the ideal.
+
+    The JSON holds stage_ms, which `offramp calibrate --budget-ms --times` reads.
+    """
+    from offramp.bench_infer import bench_table, infer_report
+
+    found = infer_report(source, _numbers(batch, int), _numbers(q, float), engine, device, repeats, silent=as_json)
+    if as_json:
+        print(json.dumps(found))
+        return
+    print_table(*bench_table(found))
+    for line in found["packing"]:
+        _say(line)
+
+
+def _numbers(text: str, kind: type[Any]) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a list of numbers such as 1,8,64") from error
 
 
 @app.command()

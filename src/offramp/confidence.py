@@ -67,15 +67,21 @@ def answers(
 
 
 def confidences(
-    logits: np.ndarray, measure: str = "max_softmax", temperatures: Sequence[float] | None = None
+    logits: np.ndarray,
+    measure: str = "max_softmax",
+    temperatures: Sequence[float] | None = None,
+    checked: bool = True,
 ) -> np.ndarray:
-    """How sure each exit is of each sample, float32 [K, N]; logits that are not finite are refused."""
+    """How sure each exit is of each sample, float32 [K, N].
+
+    Logits that are not finite are refused, or, unchecked, give confidences that are not numbers.
+    """
     if measure not in MEASURES:
         raise ValueError(unknown("confidence measure", measure, sorted(MEASURES)))
     if logits.shape[-1] < 2:
         raise ValueError("confidence needs at least two classes")
     found = np.empty(logits.shape[:2], np.float32)
-    for k, rows, part in _chunks(logits):
+    for k, rows, part in chunks(logits, checked):
         scaled = part if temperatures is None else part / np.float32(temperatures[k])
         with np.errstate(over="ignore"):  # logits too far apart for float32 become -inf, and their powers zero
             shifted = scaled - scaled.max(-1, keepdims=True)
@@ -87,7 +93,7 @@ def confidences(
 def predictions(logits: np.ndarray) -> np.ndarray:
     """The class that each exit answers, [K, N]."""
     found = np.empty(logits.shape[:2], np.int64)
-    for k, rows, part in _chunks(logits):
+    for k, rows, part in chunks(logits):
         found[k, rows] = part.argmax(-1)
     return found
 
@@ -98,37 +104,40 @@ def fit_temperatures(logits: np.ndarray, labels: np.ndarray) -> tuple[float, ...
 
 
 def _fit_temperature(logits_NC: np.ndarray, labels: np.ndarray) -> float:
-    """Newton's method for the inverse temperature, in which the likelihood is convex."""
-    inverse = 1.0
-    for _ in range(60):
+    """Newton's method for the inverse temperature, in which the likelihood is convex, kept between two bounds."""
+    low, high, inverse = 1 / HOTTEST, 1 / COLDEST, 1.0
+    for _ in range(100):
         slope = curvature = 0.0
-        for _, rows, part in _chunks(logits_NC[None]):
+        for _, rows, part in chunks(logits_NC[None]):
             first, second = _slopes(part.astype(np.float64), labels[rows], inverse)
             slope, curvature = slope + first, curvature + second
-        wanted = inverse - slope / curvature if curvature > 0 else (1 / COLDEST if slope < 0 else 1 / HOTTEST)
-        moved = float(np.clip(wanted, max(inverse / 2, 1 / HOTTEST), min(inverse * 2, 1 / COLDEST)))
-        if abs(moved - inverse) <= 1e-9 * inverse:
+        low, high = (inverse, high) if slope < 0 else (low, inverse)
+        wanted = inverse - slope / curvature if curvature > 0 else low
+        if not low < wanted < high:
+            wanted = (low * high) ** 0.5
+        if abs(wanted - inverse) <= 1e-9 * inverse:
             break
-        inverse = moved
+        inverse = wanted
     return 1 / inverse
 
 
 def _slopes(logits: np.ndarray, labels: np.ndarray, inverse: float) -> tuple[float, float]:
     """First and second derivative of the summed negative log-likelihood with respect to 1/temperature."""
-    scaled = logits * inverse
-    powers = np.exp(scaled - scaled.max(-1, keepdims=True))
+    below = logits - logits.max(-1, keepdims=True)
+    powers = np.exp(below * inverse)
     chances = powers / powers.sum(-1, keepdims=True)
-    mean = (chances * logits).sum(-1)
-    spread = (chances * logits**2).sum(-1) - mean**2
-    return float((mean - logits[np.arange(len(labels)), labels]).sum()), float(spread.sum())
+    mean = (chances * below).sum(-1)
+    spread = (chances * (below - mean[:, None]) ** 2).sum(-1)
+    return float((mean - below[np.arange(len(labels)), labels]).sum()), float(spread.sum())
 
 
-def _chunks(logits: np.ndarray) -> Iterator[tuple[int, slice, np.ndarray]]:
+def chunks(logits: np.ndarray, checked: bool = True) -> Iterator[tuple[int, slice, np.ndarray]]:
+    """Exit, rows and logits of pieces that fit in the cache; logits that are not finite are refused."""
     step = max(1, CHUNK // logits.shape[-1])
     for k in range(len(logits)):
         for begin in range(0, logits.shape[1], step):
             rows = slice(begin, begin + step)
             part = np.asarray(logits[k, rows])
-            if not np.isfinite(part).all():
+            if checked and not np.isfinite(part).all():
                 raise ValueError(f"exit {k + 1} has logits that are not finite; the run must be evaluated again")
             yield k, rows, part

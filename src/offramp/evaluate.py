@@ -21,7 +21,7 @@ from offramp.console import progress
 from offramp.data import Batch, Dataset, load_dataset
 from offramp.device import exact_float32, pick_device
 from offramp.files import write_json, writing
-from offramp.models.cost import ExitCost, exit_costs
+from offramp.models.cost import ExitCost, exit_costs, lazy_costs
 from offramp.models.exits import ExitNet
 from offramp.models.store import load_model
 from offramp.outputs import EVAL, SUMMARY, EvalSummary, ExitScore
@@ -48,7 +48,14 @@ def evaluate_run(run: str | Path, *, data_dir: str | Path | None = None, device:
         if data.size(split):
             samples[split], hits = save_logits(model, data, split, run / EVAL / split, place)
             exits[split] = tuple(_score(cost, hits, samples[split]) for cost in costs)
-    summary = EvalSummary(config.model.name, samples, exits, data.class_names)
+    summary = EvalSummary(
+        config.model.name,
+        samples,
+        exits,
+        data.class_names,
+        tuple(cost.mul_adds for cost in lazy_costs(model)),
+        data.preprocessing,
+    )
     write_json(run / EVAL / SUMMARY, summary.to_json())
     return summary
 

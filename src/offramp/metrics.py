@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.confidence import Answers, answers
+from offramp.confidence import Answers, answers, chunks
 from offramp.policy import Policy, exits_taken, outcome
 
 BINS = 15  # of the calibration error, equally wide
@@ -28,9 +28,9 @@ class ExitMetrics:
     aurc: float
 
 
-def exit_metrics(logits: np.ndarray, labels: np.ndarray) -> list[ExitMetrics]:
-    """One row per exit, with max softmax as the confidence."""
-    given = answers(logits, labels)
+def exit_metrics(logits: np.ndarray, labels: np.ndarray, given: Answers | None = None) -> list[ExitMetrics]:
+    """One row per exit; `given` are its answers with max softmax as the confidence, if they are known already."""
+    given = answers(logits, labels) if given is None else given
     return [
         ExitMetrics(
             k + 1,
@@ -46,17 +46,21 @@ def exit_metrics(logits: np.ndarray, labels: np.ndarray) -> list[ExitMetrics]:
 
 def top_share(logits_NC: np.ndarray, labels: np.ndarray, count: int) -> float:
     """How often the right class is among the best `count`."""
-    count = min(count, logits_NC.shape[-1])
-    best = np.argpartition(np.asarray(logits_NC), -count, axis=-1)[:, -count:]
-    return float((best == labels[:, None]).any(-1).mean())
+    count, hits = min(count, logits_NC.shape[-1]), 0
+    for _, rows, part in chunks(logits_NC[None]):
+        best = np.argpartition(part, -count, axis=-1)[:, -count:]
+        hits += int((best == labels[rows, None]).any(-1).sum())
+    return hits / len(labels)
 
 
 def negative_log_likelihood(logits_NC: np.ndarray, labels: np.ndarray) -> float:
     """Mean -log of the softmax at the right class."""
-    logits = np.asarray(logits_NC, np.float64)
-    peak = logits.max(-1)
-    total = np.log(np.exp(logits - peak[:, None]).sum(-1)) + peak
-    return float((total - logits[np.arange(len(labels)), labels]).mean())
+    total = 0.0
+    for _, rows, part in chunks(logits_NC[None]):
+        below = part.astype(np.float64) - part.max(-1, keepdims=True)
+        own = below[np.arange(len(part)), labels[rows]]
+        total += float((np.log(np.exp(below).sum(-1)) - own).sum())
+    return total / len(labels)
 
 
 def reliability(confidences: np.ndarray, right: np.ndarray, bins: int = BINS) -> tuple[np.ndarray, ...]:

@@ -67,6 +67,7 @@ class Policies:
     costs: tuple[int, ...]
     policies: tuple[Policy, ...]
     chosen: int
+    schedule: str = "eager"  # what the costs count
 
     @property
     def policy(self) -> Policy:
@@ -98,6 +99,7 @@ class Policies:
             "schema": SCHEMA,
             "measure": self.measure,
             "temperatures": None if self.temperatures is None else list(self.temperatures),
+            "schedule": self.schedule,
             "costs": list(self.costs),
             "chosen": self.chosen,
             "policies": [policy.to_json() for policy in self.policies],
@@ -114,6 +116,7 @@ class Policies:
             tuple(int(cost) for cost in value["costs"]),
             tuple(Policy.from_json(policy) for policy in value["policies"]),
             int(value["chosen"]),
+            str(value.get("schedule", "eager")),
         )
         _check(found)
         return found
@@ -174,6 +177,12 @@ def exits_taken(confidences: np.ndarray, thresholds: Sequence[float]) -> np.ndar
     return taken
 
 
+def mean_cost(exits: np.ndarray, costs: Sequence[float]) -> float:
+    """The mean over samples of what their exits cost; whole numbers are added without rounding."""
+    counts = np.bincount(exits, minlength=len(costs) + 1)[1:]
+    return float(counts @ np.asarray(costs, np.float64)) / len(exits)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What a policy does to a set of samples: accuracy, mean cost, share of each exit."""
@@ -185,8 +194,7 @@ class Outcome:
 
 def outcome(given: Answers, thresholds: Sequence[float], costs: Sequence[float]) -> Outcome:
     """Apply a policy to samples that every exit has answered."""
-    taken = exits_taken(given.confidences, thresholds) - 1
-    counts = np.bincount(taken, minlength=given.num_exits)
-    right = given.right[taken, np.arange(given.samples)]
-    cost = float(counts @ np.asarray(costs, np.float64)) / given.samples
-    return Outcome(float(right.mean()), cost, tuple((counts / given.samples).tolist()))
+    taken = exits_taken(given.confidences, thresholds)
+    right = given.right[taken - 1, np.arange(given.samples)]
+    shares = np.bincount(taken, minlength=given.num_exits + 1)[1:] / given.samples
+    return Outcome(float(right.mean()), mean_cost(taken, costs), tuple(shares.tolist()))

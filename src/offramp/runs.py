@@ -96,7 +96,13 @@ def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     path = Path(folder) / METRICS
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    if not all(isinstance(row, dict) and "step" in row for row in rows):
+        raise ValueError(f"{path} is damaged: it must hold one logged step per line")
+    return rows
 
 
 def environment(device: torch.device) -> dict[str, Any]:

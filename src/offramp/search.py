@@ -14,7 +14,7 @@ import numpy as np
 
 from offramp.confidence import Answers
 from offramp.policy import Outcome, exits_taken, outcome
-from offramp.thresholds import NEVER, Q_GRID, Thresholds, midway, q_thresholds
+from offramp.thresholds import NEVER, Q_GRID, Thresholds, midway, q_at_budget, q_thresholds
 
 SWEEPS = 20  # over all exits; climbing rarely needs more than five
 WINDOW = 0.1  # of the samples are averaged over when answers are smoothed
@@ -25,19 +25,22 @@ def search(given: Answers, costs: Sequence[float], budgets: Iterable[float]) -> 
     """For each budget the most accurate thresholds found whose mean cost on these samples fits it.
 
     Accuracy is judged by smoothed answers, or thresholds would follow single samples. Counted sample by sample, they
-    are still at least as accurate here as every member of the paper's family that fits: if not, the best
-    candidate by that count is taken instead.
+    are still at least as accurate here as the paper's rule at any q that was tried and fits, and as the whole
+    network where that fits: if not, the best candidate by that count is taken instead.
     """
     problem = _Problem(smoothed(given), costs)
     candidates = sorted(problem.candidates())
     smooth = [(outcome(problem.given, t, costs), t) for t in candidates]
     plain = [(outcome(given, t, costs), t) for t in candidates]
-    family = [outcome(given, t, costs) for t in _family(given)]
+    family = [(outcome(given, t, costs), t) for t in (problem.never, *_family(given))]
     chosen = []
     for budget in budgets:
         found = problem.spend(_best(smooth, budget, problem.none), budget)
-        least = max((o.top1 for o in family if o.cost <= budget), default=0.0)
-        chosen.append(found if outcome(given, found, costs).top1 >= least else _best(plain, budget, problem.none))
+        _, own = q_at_budget(given.confidences, costs, budget)
+        rivals = [*family, (outcome(given, own, costs), own)]
+        least = max(o.top1 for o, _ in rivals if o.cost <= budget)
+        enough = outcome(given, found, costs).top1 >= least
+        chosen.append(found if enough else _best([*plain, *rivals], budget, problem.none))
     return chosen
 
 

@@ -7,11 +7,19 @@ import io
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from offramp.console import millions
 from offramp.outputs import EvalSummary
 from offramp.policy import Policies
 
 Table = tuple[str, list[str], list[list[str]]]
+
+
+def with_spread(values: Sequence[float] | np.ndarray, digits: int = 2) -> str:
+    """The mean, and the standard deviation where there is more than one."""
+    mean = f"{np.mean(values):.{digits}f}"
+    return mean if len(values) < 2 else f"{mean} ± {np.std(values, ddof=1):.{digits}f}"
 
 
 def anytime_table(summary: EvalSummary) -> Table:

@@ -7,9 +7,11 @@ two neighbouring confidences of the samples that reach its exit, so that a round
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 
+from offramp.policy import exits_taken, mean_cost
 from offramp.shares import exit_counts
 
 Thresholds = tuple[float, ...]
@@ -30,6 +32,20 @@ def q_thresholds(confidences: np.ndarray, q: float) -> Thresholds:
         found.append(_leaving(left, count) if 0 < count <= len(left) else NEVER)
         staying &= ~(own >= np.float32(found[-1]))
     return tuple(found)
+
+
+def q_at_budget(confidences: np.ndarray, costs: Sequence[float], budget: float) -> tuple[float | None, Thresholds]:
+    """The paper's rule with the largest q found whose mean cost fits; without any, everybody leaves at exit 1."""
+    low, high = 1e-3, 1e3
+    best: tuple[float | None, Thresholds] = None, (0.0,) * (len(costs) - 1)
+    for _ in range(40):
+        q = float((low * high) ** 0.5)
+        thresholds = q_thresholds(confidences, q)
+        if mean_cost(exits_taken(confidences, thresholds), costs) <= budget:
+            low, best = q, (q, thresholds)
+        else:
+            high = q
+    return best
 
 
 def _leaving(confidences: np.ndarray, count: int) -> float:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from offramp.data.augment import Augmentation, normalise
+from offramp.images import Preprocessing
 from offramp.seeds import generator, mix
 
 SPLITS = ("train", "calibration", "test")
@@ -42,6 +43,11 @@ class Dataset(ABC):
     @property
     def num_classes(self) -> int:
         return len(self.class_names)
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        """How an image from elsewhere becomes one of these."""
+        return Preprocessing(self.image_size, self.image_size, self.mean, self.std)
 
     @abstractmethod
     def size(self, split: str) -> int:

@@ -25,11 +25,11 @@ from torch.utils.data import DataLoader
 from offramp.data.augment import normalise
 from offramp.data.dataset import Batch, Dataset, Shuffle
 from offramp.data.splits import hold_out, hold_out_share
+from offramp.images import SUFFIXES, Preprocessing, UnreadableImage, read_image
 from offramp.seeds import mix
 
 log = logging.getLogger("offramp")
 
-SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"}
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 TEST_SHARE = 0.2
@@ -105,12 +105,15 @@ def _list_files(root: Path, names: tuple[str, ...]) -> FileSplit:
 
 
 def open_image(path: str | Path) -> Image.Image | None:
-    """The image as RGB, turned as its EXIF tag says; None if it cannot be read."""
+    """The image as RGB, or None if it cannot be read."""
     try:
-        with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except Exception:  # Pillow's decoders raise nearly anything on a broken file
+        return read_image(path)
+    except UnreadableImage:
         return None
+
+
+def _preprocessing(image_size: int) -> Preprocessing:
+    return Preprocessing(image_size, round(image_size * 256 / 224), MEAN, STD)
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,8 @@ class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
         from torchvision.transforms import v2
 
         self.split, self.image_size = split, image_size
-        # On Pillow images, so that a box without torch can prepare images in the same way.
         self.augment = v2.Compose([v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()])
-        self.centre = v2.Compose([v2.Resize(round(image_size * 256 / 224)), v2.CenterCrop(image_size)])
+        self.preprocessing = _preprocessing(image_size)
 
     def __getitem__(self, request: Request) -> tuple[Tensor, int, int]:
         image = open_image(self.split.paths[request.row])
@@ -146,12 +148,11 @@ class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
         return self._transform(image, request.seed), row, unreadable
 
     def _transform(self, image: Image.Image, seed: int | None) -> Tensor:
-        if seed is None:
-            image = self.centre(image)
-        else:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
-                image = self.augment(image)
+        if seed is None:  # as a box without torch does it
+            return torch.from_numpy(self.preprocessing.cut(image))
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            image = self.augment(image)
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
@@ -188,6 +189,10 @@ class ImageFolderDataset(Dataset):
     ) -> None:
         self.name, self.class_names, self.splits = "imagefolder", class_names, splits
         self.image_size, self.workers, self.mean, self.std = image_size, workers, MEAN, STD
+
+    @property
+    def preprocessing(self) -> Preprocessing:
+        return _preprocessing(self.image_size)
 
     def size(self, split: str) -> int:
         return len(self.splits[split].paths)

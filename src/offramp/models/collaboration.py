@@ -37,6 +37,14 @@ class CollaborativeNet(ExitNet):
             for width in widths[1:]
         )
 
+    @property
+    def schedule(self) -> str:  # type: ignore[override]
+        return self.base.schedule
+
+    def set_schedule(self, schedule: str) -> CollaborativeNet:
+        self.base.set_schedule(schedule)
+        return self
+
     def train(self, mode: bool = True) -> CollaborativeNet:
         """Frozen means frozen: the base's BatchNorm stays in evaluation mode."""
         super().train(mode)

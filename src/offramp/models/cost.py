@@ -100,6 +100,17 @@ def exit_costs(model: ExitNet, image_size: int | None = None) -> tuple[ExitCost,
     return known[key]
 
 
+def lazy_costs(model: ExitNet) -> tuple[ExitCost, ...]:
+    """Costs if each exit runs only what its head needs; the same as ever for a network not made of cells."""
+    before = model.schedule
+    try:
+        return exit_costs(model.set_schedule("lazy"))
+    except ValueError:
+        return exit_costs(model)
+    finally:
+        model.set_schedule(before)
+
+
 def _walk(model: ExitNet, shape: tuple[int, int, int]) -> tuple[ExitCost, ...]:
     if min(shape) < 1:
         raise ValueError(f"images of {shape[1]}x{shape[2]} pixels do not exist")

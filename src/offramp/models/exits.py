@@ -61,6 +61,7 @@ class ExitNet(nn.Module):
     """A classifier with `num_exits` exits over images of `input_shape` (channels, height, width)."""
 
     spec: ModelSpec | None = None
+    schedule = "eager"
 
     def __init__(self, num_exits: int, input_shape: tuple[int, int, int]) -> None:
         super().__init__()
@@ -68,6 +69,12 @@ class ExitNet(nn.Module):
         self.input_shape = input_shape
         self.heads = nn.ModuleList()
         self.equilibrium = False
+
+    def set_schedule(self, schedule: str) -> ExitNet:
+        """Choose what runs when: `eager`, or for a network made of cells also `lazy`."""
+        if schedule != "eager":
+            raise ValueError(f"this network is not made of cells, so it has no {schedule} schedule")
+        return self
 
     def advance(self, k: int, state: State) -> tuple[Tensor, State]:
         """Run stage `k` without its head; give the feature that the head reads and the next state."""

@@ -51,11 +51,15 @@ def read_spec(folder: str | Path) -> ModelSpec:
     """What `config.json` in `folder` says of the network."""
     path = Path(folder) / CONFIG
     config = read_json(path)
+    return parse_spec(config.get("model") if isinstance(config, dict) else None, path)
+
+
+def parse_spec(given: Any, source: Any) -> ModelSpec:
+    """A spec from its JSON; `source` is named if it is none."""
     try:
-        given = config["model"]
         return ModelSpec(str(given["name"]), given["num_classes"], dict(given.get("overrides", {})))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f'{path} does not describe a model: "model" needs name and num_classes') from error
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f'{source} does not describe a model: "model" needs name and num_classes') from error
 
 
 def build(spec: ModelSpec) -> ExitNet:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,6 +14,11 @@ from offramp.report.drawing import INK, Panels
 from offramp.report.gather import Group
 
 M = 1e6
+
+
+def _legend(axes: Axes, place: Any, **options: Any) -> None:
+    """A legend that may be wider than its panel: long names must not squeeze what they name."""
+    axes.legend(loc=place, **options).set_in_layout(False)
 
 
 def accuracy_against_cost(groups: Sequence[Group], family: str = "q") -> Panels:
@@ -46,26 +52,27 @@ def draw_accuracy(groups: Sequence[Group], family: str, axes: Axes) -> None:
             axes.plot(costs, group.paper_top1, "x", color=group.colour, alpha=0.55, markersize=6)
     axes.set_xlabel("mean mul-adds per image, millions")
     axes.set_ylabel("top-1, %")
-    axes.legend(loc="lower right")
+    _legend(axes, "lower right")
 
 
 def accuracy_against_time(groups: Sequence[Group], milliseconds: Sequence[float]) -> Panels:
     """Budgeted accuracy against milliseconds, from a measured table of stage times."""
-    caption = "The same policies against milliseconds per image, from measured stage times."
+    caption = (
+        "The same policies against milliseconds per image, from measured stage times of this network; mean over seeds."
+    )
     return Panels("accuracy-ms", caption, [partial(_time, groups, milliseconds)], "normal")
 
 
 def _time(groups: Sequence[Group], milliseconds: Sequence[float], axes: Axes) -> None:
-    from offramp.metrics import curve
-
     for group in groups:
-        if group.first.policies is None or len(group.costs) != len(milliseconds):
-            continue
-        found = curve(group.first.answers, group.first.policies.family("q"), milliseconds)
-        axes.plot(found.costs, 100 * np.array(found.top1), color=group.colour, label=group.label)
+        for family, dashes, words in (("q", "-", ""), ("searched", "--", ", searched")):
+            found = group.curve(family, milliseconds)
+            if found is not None:
+                label = group.label + words
+                axes.plot(found[0], 100 * found[1].mean(0), dashes, color=group.colour, linewidth=1.6, label=label)
     axes.set_xlabel("mean milliseconds per image")
     axes.set_ylabel("top-1, %")
-    axes.legend(loc="lower right")
+    _legend(axes, "lower right")
 
 
 def weight_against_loss(group: Group) -> Panels | None:
@@ -74,8 +81,8 @@ def weight_against_loss(group: Group) -> Panels | None:
     if samples is None:
         return None
     caption = (
-        "Weight of training samples against their loss, one panel per exit, in the last epoch of training. Filled: "
-        "samples that would leave at that exit."
+        f"Weight of training samples against their loss, one panel per exit, in the last epoch of training "
+        f"({group.label}, seed {group.first.config.seed}). In colour: samples that would leave at that exit."
     )
     exits = samples["weights"].shape[1]
     return Panels("weights", caption, [partial(_weights, samples, group.colour, k) for k in range(exits)], "small")
@@ -88,6 +95,8 @@ def _weights(samples: dict[str, np.ndarray], colour: str, k: int, axes: Axes) ->
     axes.scatter(losses[own], weights[own], s=11, color=colour, alpha=0.9, linewidths=0, label="leave here")
     axes.axhline(1, color=INK, linewidth=0.8, linestyle=":")
     axes.set_title(f"exit {k + 1}")
+    if k == 0:
+        _legend(axes, "best", fontsize=7, markerscale=1.5)
     axes.set_xlabel("loss")
     axes.set_ylabel("weight")
 
@@ -114,7 +123,7 @@ def _first_exit(samples: dict[str, np.ndarray], colour: str, axes: Axes) -> None
     axes.set_ylabel("samples")
     axes.grid(axis="x", visible=False)
     axes.set_ylim(0, axes.get_ylim()[1] * 1.22)
-    axes.legend(loc="upper left", ncols=2)
+    _legend(axes, "upper left", ncols=2)
 
 
 def _selected(samples: dict[str, np.ndarray], colour: str, axes: Axes) -> None:
@@ -132,14 +141,14 @@ def _selected(samples: dict[str, np.ndarray], colour: str, axes: Axes) -> None:
     axes.set_ylabel("mean weight")
     axes.grid(axis="x", visible=False)
     axes.set_ylim(0, axes.get_ylim()[1] * 1.22)
-    axes.legend(loc="upper left", ncols=2)
+    _legend(axes, "upper left", ncols=2)
 
 
 def reliability_per_exit(groups: Sequence[Group]) -> Panels:
     """How far each exit's confidence can be trusted."""
     caption = (
         "Accuracy of test images against the exit's confidence (max softmax), in bins; on the dotted line confidence "
-        "is what it says. Below it the exit is too sure of itself."
+        "is what it says, below it the exit is too sure of itself. One seed each, without bins of fewer than ten."
     )
     exits = max(len(group.costs) for group in groups)
     return Panels("calibration", caption, [partial(_reliability, groups, k) for k in range(exits)], "small")
@@ -149,11 +158,15 @@ def _reliability(groups: Sequence[Group], k: int, axes: Axes) -> None:
     axes.plot([0, 1], [0, 1], ":", color=INK, linewidth=0.8)
     for group in groups:
         if k < len(group.costs):
-            given = group.first.answers
+            given = group.first.plain
             counts, sure, hits = reliability(given.confidences[k], given.right[k], 10)
             shown = counts >= 10
-            axes.plot(sure[shown], hits[shown], "o-", color=group.colour, markersize=3, linewidth=1.5)
+            axes.plot(
+                sure[shown], hits[shown], "o-", color=group.colour, markersize=3, linewidth=1.5, label=group.label
+            )
     axes.set_title(f"exit {k + 1}")
+    if k == 0:
+        _legend(axes, "upper left", fontsize=7)
     axes.set_xlim(0, 1.02)
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("confidence")
@@ -182,7 +195,7 @@ def _overthinking(groups: Sequence[Group], axes: Axes) -> None:
     axes.set_ylabel("right here, wrong at the end, %")
     axes.grid(axis="x", visible=False)
     axes.set_ylim(0, axes.get_ylim()[1] * 1.22)
-    axes.legend(loc="upper left", ncols=2)
+    _legend(axes, "upper left", ncols=2)
 
 
 def training_curves(groups: Sequence[Group]) -> Panels | None:
@@ -216,4 +229,4 @@ def _training(
     axes.set_title(title)
     axes.set_xlabel("epoch")
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="best")
+        _legend(axes, "best")

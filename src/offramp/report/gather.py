@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +19,13 @@ import numpy as np
 from offramp.calibrate import q_family, searched_family
 from offramp.confidence import Answers, answers, fit_temperatures
 from offramp.config import RunConfig, list_recipes, load_recipe
+from offramp.files import read_json
 from offramp.metrics import Curve, ExitMetrics, Overthinking, curve, exit_metrics, overthinking
-from offramp.outputs import EVAL, SUMMARY, EvalSummary, Outputs, read_outputs, read_summary
+from offramp.outputs import EVAL, SUMMARY, EvalSummary, Outputs, read_arrays, read_outputs, read_summary
 from offramp.policy import Policies
 from offramp.runs import CONFIG, read_config, read_metrics
+
+log = logging.getLogger("offramp")
 
 COLOURS = ("#2f6fb0", "#d9601a", "#2a8f6d", "#8e4aa8", "#b8860b", "#b03060", "#4f7d1f", "#606c7a")
 
@@ -38,8 +43,13 @@ class RunData:
     policies: Policies | None  # none where training left no calibration split
 
     @cached_property
+    def plain(self) -> Answers:
+        """The answers with plain max softmax as the confidence, whatever the policies use."""
+        return answers(self.test.logits, self.test.labels)
+
+    @cached_property
     def metrics(self) -> list[ExitMetrics]:
-        return exit_metrics(self.test.logits, self.test.labels)
+        return exit_metrics(self.test.logits, self.test.labels, self.plain)
 
     @cached_property
     def overthinking(self) -> Overthinking:
@@ -48,9 +58,13 @@ class RunData:
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """Accuracy against mul-adds on the test split, by family of policies."""
-        if self.policies is None:
+        return self.curves_by(self.summary.costs)
+
+    def curves_by(self, prices: Sequence[float]) -> dict[str, Curve]:
+        """Accuracy against any price per exit."""
+        if self.policies is None or len(prices) != len(self.summary.costs):
             return {}
-        return {name: curve(self.answers, self.policies.family(name), self.summary.costs) for name in ("q", "searched")}
+        return {name: curve(self.answers, self.policies.family(name), prices) for name in ("q", "searched")}
 
     @cached_property
     def samples(self) -> dict[str, np.ndarray] | None:
@@ -58,8 +72,8 @@ class RunData:
         files = sorted((self.folder / "samples").glob("epoch-*.npz"))
         if not files:
             return None
-        with np.load(files[-1], allow_pickle=False) as file:
-            return dict(file)
+        names = ("losses", "weights", "exits")
+        return dict(zip(names, read_arrays(files[-1], *names), strict=True))
 
 
 @dataclass(frozen=True)
@@ -93,9 +107,10 @@ class Group:
         """Accuracy of every exit on everything, [runs, K]."""
         return np.array([[m.top1 for m in run.metrics] for run in self.runs])
 
-    def curve(self, family: str = "q") -> tuple[np.ndarray, np.ndarray] | None:
+    def curve(self, family: str = "q", prices: Sequence[float] | None = None) -> tuple[np.ndarray, np.ndarray] | None:
         """Budgets that all runs reach, and each run's accuracy at them, [runs, budgets]."""
-        found = [run.curves[family] for run in self.runs if run.curves]
+        every = [run.curves if prices is None else run.curves_by(prices) for run in self.runs]
+        found = [curves[family] for curves in every if curves]
         if not found:
             return None
         low, high = max(c.costs[0] for c in found), min(c.costs[-1] for c in found)
@@ -108,21 +123,29 @@ class Group:
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:
     """Evaluated run folders: those given, and those anywhere below a given folder that is not a run itself."""
-    found: dict[Path, None] = {}
+    found: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.is_dir():
             raise ValueError(f"{path} is not a folder")
-        inside = [p.parents[1] for p in sorted(path.rglob(f"{EVAL}/{SUMMARY}"))]
-        runs = [path] if (path / CONFIG).is_file() else [run for run in inside if _is_whole(run)]
-        if not runs:
+        inside = [path] if (path / CONFIG).is_file() else _runs_below(path)
+        if not inside:
             raise ValueError(f"{path} holds no evaluated run; train and evaluate one first")
-        found.update(dict.fromkeys(runs))
-    return list(found)
+        found.update({run.resolve(): run for run in inside})
+    return list(found.values())
+
+
+def _runs_below(folder: Path) -> list[Path]:
+    """Whole, evaluated runs; those that are not evaluated are named and passed over."""
+    runs = [path.parent for path in sorted(folder.rglob(CONFIG)) if _is_whole(path.parent)]
+    waiting = [run for run in runs if not (run / EVAL / SUMMARY).is_file()]
+    for run in waiting:
+        log.warning("passed over, it has not been evaluated: %s", run)
+    return [run for run in runs if run not in waiting]
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether this is a run, and not the first phase of the run around it."""
-    return (folder / CONFIG).is_file() and not (folder.parent / CONFIG).is_file()
+    """Whether this is a run, and neither a mere model nor the first phase of the run around it."""
+    return "train" in read_json(folder / CONFIG) and not (folder.parent / CONFIG).is_file()
 
 
 def read_run(folder: Path, measure: str = "max_softmax", temperature: bool = False) -> RunData:
@@ -147,16 +170,24 @@ def gather(paths: Sequence[str | Path], measure: str = "max_softmax", temperatur
     if len(data) > 1:
         names = " and ".join(sorted({name for name, _, _ in data}))
         raise ValueError(f"these runs were tested on different data ({names}); make one report for each")
-    by_config: dict[str, list[RunData]] = {}
-    for run in runs:
-        by_config.setdefault(_without_seed(run.config), []).append(run)
-    found = [sorted(group, key=lambda run: run.config.seed) for group in by_config.values()]
+    found = by_configuration(runs)
     found.sort(key=lambda group: group[0].config.weighting.name != "uniform")  # conventional training first
     labels = _labels([group[0] for group in found])
     return [
         Group(label, COLOURS[at % len(COLOURS)], tuple(group))
         for at, (label, group) in enumerate(zip(labels, found, strict=True))
     ]
+
+
+def by_configuration(runs: Sequence[RunData]) -> list[list[RunData]]:
+    """Runs that differ in nothing but their seed, by rising seed; of two with the same seed, the first."""
+    found: dict[str, dict[int, RunData]] = {}
+    for run in runs:
+        seeds = found.setdefault(_without_seed(run.config), {})
+        if run.config.seed in seeds:
+            log.warning("passed over, it repeats the seed of %s: %s", seeds[run.config.seed].folder, run.folder)
+        seeds.setdefault(run.config.seed, run)
+    return [[seeds[seed] for seed in sorted(seeds)] for seeds in found.values()]
 
 
 def _without_seed(config: RunConfig) -> str:
@@ -176,7 +207,8 @@ def _labels(runs: Sequence[RunData]) -> list[str]:
     for labels in ways:
         if len(set(labels)) == len(labels):
             return labels
-    return [str(run.folder) for run in runs]
+    above = os.path.commonpath([run.folder.parent for run in runs])
+    return [os.path.relpath(run.folder, above) for run in runs]
 
 
 def method_label(config: RunConfig) -> str:

@@ -35,10 +35,10 @@
     const policies = run.families[family];
     let chosen = 0;
     policies.forEach((policy, index) => { if (policy.budget <= budget) chosen = index; });
-    return { run, family, budget, policy: policies[chosen], high };
+    return { run, family, budget, policy: policies[chosen], high, fits: policies[chosen].budget <= budget };
   };
 
-  const showNumbers = ({ run, budget, policy, high }) => {
+  const showNumbers = ({ run, budget, policy, high, fits }) => {
     at("top1").textContent = percent(policy.top1, 2) + " %";
     at("cost").textContent = millions(policy.mul_adds);
     at("saved").textContent = percent(1 - policy.mul_adds / high, 1) + " %";
@@ -47,7 +47,8 @@
     const points = 100 * (policy.top1 - run.full_top1);
     const sign = points >= 0 ? "+" : "−";
     at("against").textContent = `${sign}${Math.abs(points).toFixed(2)} points against the whole network's ` +
-      `${percent(run.full_top1, 2)} % at ${millions(high)}.` + (policy.q === null ? "" : ` q = ${policy.q}.`);
+      `${percent(run.full_top1, 2)} % at ${millions(high)}.` + (policy.q === null ? "" : ` q = ${policy.q}.`) +
+      (fits ? "" : " None of these policies is as cheap as that; this is the cheapest.");
     if (svg && data.frame) {
       point.setAttribute("cx", data.frame.x[0] + data.frame.x[1] * policy.mul_adds / 1e6);
       point.setAttribute("cy", data.frame.y[0] + data.frame.y[1] * 100 * policy.top1);
@@ -97,7 +98,11 @@
   };
 
   const showImages = ({ run, policy }) => {
-    if (!at("images") || !data.sheet || !run.images) return;
+    if (!at("images")) return;
+    if (!data.sheet || !run.images) {
+      at("images").replaceChildren(element("p", "note", "This run was not tested on the images saved for this page."));
+      return;
+    }
     at("images").replaceChildren(...run.costs.map((_, k) => {
       const here = [...policy.leaves].flatMap((digit, i) => (parseInt(digit, 36) === k + 1 ? [i] : []));
       const isRight = (i) => run.images.guesses[k][i] === run.images.labels[i];

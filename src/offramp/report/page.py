@@ -73,7 +73,9 @@ def _figure(panels: Panels, kind: str = "") -> str:
     drawn = inline(panels)
     body = "\n".join(drawn) if len(drawn) == 1 else f'<div class="panels {kind}">{"".join(drawn)}</div>'
     caption = escape(panels.caption)
-    return _card(f'<figure role="img" aria-label="{caption}">{body}<figcaption>{caption}</figcaption></figure>')
+    return _card(
+        f'<figure class="{kind}" role="img" aria-label="{caption}">{body}<figcaption>{caption}</figcaption></figure>'
+    )
 
 
 CONTROLS = """
@@ -81,8 +83,8 @@ CONTROLS = """
 <div class="controls">
 <label>Run<select id="run"></select></label>
 <fieldset><legend>Thresholds</legend>
-<label><input type="radio" name="family" value="searched" checked> searched</label>
-<label><input type="radio" name="family" value="q"> the paper's rule</label></fieldset>
+<label><input type="radio" name="family" value="q" checked> the paper's rule</label>
+<label><input type="radio" name="family" value="searched"> searched</label></fieldset>
 <label for="budget">Budget: <b id="budget-text"></b> mul-adds per image on average</label>
 <input type="range" id="budget" min="0" max="400" step="1">
 </div>
@@ -108,9 +110,9 @@ def _operating(page: Page, main: str) -> str:
         return figure + timed
     note = (
         '<p class="note">Move the budget: the policy shown is the dearest that fits it on the calibration split; '
-        "accuracy, cost and shares are what it gives on the test split.</p>"
+        "accuracy, cost and shares are what it gives on the test split. Lines show the paper's rule.</p>"
     )
-    return f'{note}<div class="split">{figure}{CONTROLS}</div>{timed}'
+    return f'{note}<div class="split">{figure}{CONTROLS}</div>{timed}{_optional(page, "budgeted-ms")}'
 
 
 def _images(page: Page) -> str:
@@ -131,8 +133,8 @@ def _weights(page: Page) -> str:
 
 
 def _trust(page: Page) -> str:
-    lost = f'<div class="split even">{_figure(page.panels["overthinking"])}{_table(page.tables["overthinking"])}</div>'
-    return _figure(page.panels["calibration"]) + _table(page.tables["trust"]) + lost
+    trust = _table(page.tables["trust"]) + _table(page.tables["overthinking"])
+    return _figure(page.panels["calibration"]) + trust + _figure(page.panels["overthinking"], "half")
 
 
 def _optional(page: Page, name: str) -> str:

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 
 from offramp.report.drawing import Panels, save
 from offramp.report.figures import draw_accuracy
-from offramp.report.gather import COLOURS, Group, RunData, find_runs, read_run
+from offramp.report.gather import COLOURS, Group, RunData, by_configuration, find_runs, read_run
 from offramp.runs import read_config
 
 # name -> panels, each a title and {recipe: label}
@@ -115,16 +115,16 @@ def write_figures(paths: Sequence[str | Path], out: str | Path) -> Drawn:
 def _groups(recipes: dict[str, str], runs: dict[str, list[RunData]]) -> list[Group]:
     """One group per recipe that has runs; a recipe keeps its colour whatever else is there."""
     return [
-        Group(label, COLOURS[at % len(COLOURS)], _of_one_length(runs[recipe]))
+        Group(label, COLOURS[at % len(COLOURS)], _alike(runs[recipe]))
         for at, (recipe, label) in enumerate(recipes.items())
         if recipe in runs
     ]
 
 
-def _of_one_length(runs: list[RunData]) -> tuple[RunData, ...]:
-    """Runs of one recipe that were trained equally long: the longest, so that a short trial spoils no mean."""
-    longest = max(run.config.train.epochs for run in runs)
-    return tuple(run for run in runs if run.config.train.epochs == longest)
+def _alike(runs: list[RunData]) -> tuple[RunData, ...]:
+    """Seeds of one configuration: of several, the one trained longest, then the one with most seeds."""
+    groups = sorted(by_configuration(runs), key=lambda group: (group[0].config.train.epochs, len(group)))
+    return tuple(groups[-1])
 
 
 def _panel(title: str, groups: Sequence[Group], axes: Axes) -> None:

@@ -9,15 +9,9 @@ import numpy as np
 from offramp.console import millions
 from offramp.metrics import exit_difficulty
 from offramp.report.gather import Group
-from offramp.tables import Table
+from offramp.tables import Table, with_spread
 
 BUDGETS = 5
-
-
-def with_spread(values: Sequence[float] | np.ndarray, digits: int = 2) -> str:
-    """The mean, and the standard deviation where there is more than one."""
-    mean = f"{np.mean(values):.{digits}f}"
-    return mean if len(values) < 2 else f"{mean} ± {np.std(values, ddof=1):.{digits}f}"
 
 
 def anytime(groups: Sequence[Group]) -> Table:
@@ -50,35 +44,41 @@ def _anytime_by_network(groups: Sequence[Group]) -> tuple[list[str], list[list[s
     return ["method", "exit", "mul-adds", "top-1 %", "paper top-1 %"], rows
 
 
-def budgeted(groups: Sequence[Group], budgets: Sequence[float]) -> Table:
-    """Accuracy at fixed budgets, by the paper's family and by searched thresholds."""
-    low, high = span(groups)
-    columns = [
-        "method",
-        "thresholds",
-        *(f"at {millions(b)}" for b in budgets),
-        f"mean, {millions(low)}–{millions(high)}",
-    ]
+def budgeted(groups: Sequence[Group], budgets: Sequence[float], prices: Sequence[float] | None = None) -> Table:
+    """Accuracy at fixed budgets, by the paper's family and by searched thresholds; in mul-adds, or at other prices.
+
+    The last column is the area under the curve between the first and the last budget, divided by their distance.
+    """
+    show = millions if prices is None else "{:.3g} ms".format
+    low, high = min(budgets), max(budgets)
+    columns = ["method", "thresholds", *(f"at {show(b)}" for b in budgets)]
+    columns += [f"mean, {show(low)} to {show(high)}"] if low < high else []
     rows = []
     for group in groups:
+        every = [run.curves if prices is None else run.curves_by(prices) for run in group.runs]
         for family, words in (("q", "paper's rule"), ("searched", "searched")):
-            curves = [run.curves[family] for run in group.runs if run.curves]
+            curves = [found[family] for found in every if found]
             if curves:
                 at = np.array([100 * curve.at(budgets) for curve in curves])
-                cells = ["–" if np.isnan(values).any() else with_spread(values) for values in at.T]
-                rows.append([group.label, words, *cells, with_spread([100 * c.area(low, high) for c in curves])])
-    return "Accuracy in % on the test split at fixed budgets of mean mul-adds per image", columns, rows
+                area = np.array([100 * c.area(low, high) if c.costs[0] <= low < high else np.nan for c in curves])
+                cells = [*at.T, *([area] if low < high else [])]
+                rows.append([group.label, words, *("–" if np.isnan(v).any() else with_spread(v) for v in cells)])
+    unit = "mul-adds" if prices is None else "milliseconds"
+    return f"Accuracy in % on the test split at fixed budgets of mean {unit} per image", columns, rows
 
 
-def span(groups: Sequence[Group]) -> tuple[float, float]:
+def span(groups: Sequence[Group], prices: Sequence[float] | None = None) -> tuple[float, float]:
     """From where every curve has begun to where the dearest policy of any ends."""
-    curves = [curve for group in groups for run in group.runs for curve in run.curves.values()]
+    runs = [run for group in groups for run in group.runs]
+    curves = [c for r in runs for c in (r.curves if prices is None else r.curves_by(prices)).values()]
     return max(c.costs[0] for c in curves), max(c.costs[-1] for c in curves)
 
 
-def nice_budgets(groups: Sequence[Group]) -> list[float]:
+def nice_budgets(groups: Sequence[Group], prices: Sequence[float] | None = None) -> list[float]:
     """A few round budgets between what the cheapest and the dearest policies cost."""
-    low, high = span(groups)
+    low, high = span(groups, prices)
+    if not low * 1.1 < high:
+        return [high]
     spread = np.geomspace(low * 1.05, high * 0.97, BUDGETS)
     return [b for b in sorted({float(f"{b:.1e}") for b in spread}) if low <= b <= high]
 

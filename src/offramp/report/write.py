@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from offramp.calibrate import stage_times
 from offramp.files import read_json, write_bytes
 from offramp.report import figures, tables
 from offramp.report.answer import headline
 from offramp.report.drawing import Panels, save
-from offramp.report.gather import Group, gather
+from offramp.report.gather import Group, RunData, gather
 from offramp.report.page import Page, build
 from offramp.tables import Table, to_csv, to_markdown
 
@@ -43,9 +44,11 @@ def write_report(
         raise ValueError(f"--out must be an HTML file, for example report.html, got {out}")
     groups = gather(runs, measure, temperature)
     answer = headline(groups)
-    panels = _panels(groups, times)
-    found = _tables(groups, budgets)
-    page = Page(_title(groups), answer, _facts(groups), groups, panels, found, _repeat(groups))
+    prices = None if times is None else stage_times(read_json(times), len(groups[0].costs))
+    panels = _panels(groups, prices)
+    found = _tables(groups, budgets, prices)
+    command = f"offramp report {shlex.join(map(str, runs))} --out {shlex.quote(str(out))}"
+    page = Page(_title(groups), answer, _facts(groups), groups, panels, found, _repeat(groups, command))
     files = out.with_name(f"{out.stem}-files")
     write_bytes(out, build(page).encode())
     for name, table in found.items():
@@ -55,13 +58,11 @@ def write_report(
     return Report(out, files, answer)
 
 
-def _panels(groups: Sequence[Group], times: str | Path | None) -> dict[str, Panels]:
+def _panels(groups: Sequence[Group], prices: Sequence[float] | None) -> dict[str, Panels]:
     learned = next((group for group in groups if _has_learned(group)), None)
     found = [
         figures.accuracy_against_cost(groups),
-        None
-        if times is None
-        else figures.accuracy_against_time(groups, stage_times(read_json(times), len(groups[0].costs))),
+        None if prices is None else figures.accuracy_against_time(groups, prices),
         None if learned is None else figures.weight_against_loss(learned),
         None if learned is None else figures.selected_weights(learned),
         figures.reliability_per_exit(groups),
@@ -72,11 +73,10 @@ def _panels(groups: Sequence[Group], times: str | Path | None) -> dict[str, Pane
 
 
 def _has_learned(group: Group) -> bool:
-    samples = group.first.samples
-    return samples is not None and float(samples["weights"].std()) > 0
+    return group.first.samples is not None and group.first.config.weighting.name in ("learned", "frozen")
 
 
-def _tables(groups: Sequence[Group], budgets: Sequence[float]) -> dict[str, Table]:
+def _tables(groups: Sequence[Group], budgets: Sequence[float], prices: Sequence[float] | None) -> dict[str, Table]:
     found = {
         "anytime": tables.anytime(groups),
         "trust": tables.trust(groups),
@@ -84,6 +84,8 @@ def _tables(groups: Sequence[Group], budgets: Sequence[float]) -> dict[str, Tabl
     }
     if any(run.curves for group in groups for run in group.runs):
         found["budgeted"] = tables.budgeted(groups, budgets or tables.nice_budgets(groups))
+        if prices is not None:
+            found["budgeted-ms"] = tables.budgeted(groups, tables.nice_budgets(groups, prices), prices)
     known = tables.difficulty(groups)
     return {**found, "difficulty": known} if known else found
 
@@ -106,19 +108,27 @@ def _facts(groups: Sequence[Group]) -> str:
     return " · ".join(part for part in (*counts, f"{samples['test']:,} test images", calibration) if part)
 
 
-def _repeat(groups: Sequence[Group]) -> str:
-    return '<div class="card">' + "".join(_repeat_run(group) for group in groups) + "</div>"
+def _repeat(groups: Sequence[Group], command: str) -> str:
+    return f'<div class="card">{"".join(map(_repeat_group, groups))}<pre>{escape(command)}</pre></div>'
 
 
-def _repeat_run(group: Group) -> str:
-    run = group.first
+def _environment(run: RunData) -> dict[str, Any]:
     path = run.folder / "environment.json"
     known = read_json(path) if path.is_file() else {}
-    commands = [f"offramp {shlex.join(map(str, known.get('command', ())))}"] if known.get("command") else []
-    commands += [f"offramp eval {shlex.quote(str(run.folder))}"]
+    return known if isinstance(known, dict) else {}
+
+
+def _repeat_group(group: Group) -> str:
+    """The commands of every seed, and the settings and versions of the first."""
+    commands = []
+    for one in group.runs:
+        words = _environment(one).get("command")
+        commands += [f"offramp {shlex.join(map(str, words))}"] if words else []
+        commands.append(f"offramp eval {shlex.quote(str(one.folder))}")
+    run = group.first
     seeds = ", ".join(str(r.config.seed) for r in group.runs)
     text = "\n".join(commands)
-    rest = {key: value for key, value in known.items() if key != "command"}
+    rest = {key: value for key, value in _environment(run).items() if key != "command"}
     config = json.dumps(run.config.to_json(), indent=2)
     versions = json.dumps(rest, indent=2)
     dot = f'<span class="dot" style="background:{group.colour}"></span>'

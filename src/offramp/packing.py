@@ -1,0 +1,120 @@
+"""Whether to cut leaving samples out of a batch: a rule from times measured once per machine and bundle.
+
+Packing copies the state of those who stay; it pays when the next stage is faster on fewer samples by more than the
+copy takes. Times are kept in a file in the user's cache folder, and `explain` says what they mean.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offramp.files import read_json, write_json
+from offramp.runtime import AlwaysPack, Engine, Packing
+
+SIZES = (1, 4, 16, 64)
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class MeasuredPacking:
+    """Milliseconds of each stage, and of packing before it, by batch size."""
+
+    sizes: tuple[int, ...]
+    stage_ms: tuple[tuple[float, ...], ...]
+    pack_ms: tuple[tuple[float, ...], ...]  # [k] is packing after exit k + 1
+
+    def worth_it(self, k: int, batch: int, staying: int) -> bool:
+        """After exit k: is stage k + 1 faster on `staying` samples by more than packing them takes?"""
+        return self._at(self.stage_ms[k], batch) - self._at(self.stage_ms[k], staying) > self._at(
+            self.pack_ms[k - 1], staying
+        )
+
+    def _at(self, times: Sequence[float], count: int) -> float:
+        if count > self.sizes[-1]:
+            return times[-1] * count / self.sizes[-1]
+        return float(np.interp(count, self.sizes, times))
+
+    def explain(self) -> list[str]:
+        """One line per exit: from how many leaving samples of a full batch on packing pays."""
+        lines = []
+        batch = self.sizes[-1]
+        for k in range(1, len(self.stage_ms)):
+            pays = [gone for gone in range(1, batch) if self.worth_it(k, batch, batch - gone)]
+            when = f"once {pays[0]} of {batch} have left" if pays else "never"
+            lines.append(
+                f"after exit {k}, packing pays {when}: stage {k + 1} takes {self.stage_ms[k][-1]:.2f} ms for {batch}, "
+                f"{self.stage_ms[k][0]:.2f} ms for 1; packing {batch} takes {self.pack_ms[k - 1][-1]:.2f} ms"
+            )
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        return {"sizes": self.sizes, "stage_ms": self.stage_ms, "pack_ms": self.pack_ms}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> MeasuredPacking:
+        def table(rows: Any) -> tuple[tuple[float, ...], ...]:
+            return tuple(tuple(map(float, row)) for row in rows)
+
+        return MeasuredPacking(tuple(map(int, value["sizes"])), table(value["stage_ms"]), table(value["pack_ms"]))
+
+
+def measure_packing(engine: Engine, images: np.ndarray) -> MeasuredPacking:
+    """Time every stage and every packing on some of the given images."""
+    sizes = tuple(size for size in SIZES if size <= len(images)) or (len(images),)
+    stages, packs = [], []
+    for size in sizes:
+        state = engine.begin(images[:size])
+        for k in range(1, engine.num_exits + 1):
+            before = state
+            stages.append(_median_ms(lambda k=k, s=before: engine.judge(k, engine.run(k, s)[0])))  # type: ignore[misc]
+            state = engine.keep(engine.run(k, before)[1])
+            if k < engine.num_exits:
+                rows = np.arange(size)
+                packs.append(_median_ms(lambda k=k, s=state, r=rows: engine.gather(k + 1, [(s, r)])))  # type: ignore[misc]
+    exits = engine.num_exits
+    return MeasuredPacking(
+        sizes,
+        tuple(tuple(stages[k::exits]) for k in range(exits)),
+        tuple(tuple(packs[k :: exits - 1]) for k in range(exits - 1)),
+    )
+
+
+def _median_ms(action: Callable[[], Any]) -> float:
+    action()
+    times = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        action()
+        times.append(1e3 * (time.perf_counter() - began))
+    return float(np.median(times))
+
+
+def _cache_file(digest: str) -> Path:
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "offramp" / f"packing-{digest}-{platform.node()}-{os.cpu_count()}.json"
+
+
+def cached_packing(digest: str) -> Packing:
+    """The rule measured for this bundle on this machine; without one, always pack."""
+    try:
+        return MeasuredPacking.from_json(read_json(_cache_file(digest)))
+    except (ValueError, KeyError, TypeError):
+        return AlwaysPack()
+
+
+def tuned_packing(digest: str, engine: Engine, images: np.ndarray) -> MeasuredPacking:
+    """The cached rule, measured now if there is none."""
+    known = cached_packing(digest)
+    if isinstance(known, MeasuredPacking):
+        return known
+    found = measure_packing(engine, images)
+    write_json(_cache_file(digest), found.to_json())
+    return found

@@ -1,0 +1,125 @@
+"""Running a network stage by stage, so that skipped work is really skipped.
+
+An engine (PyTorch or ONNX Runtime) runs stages; a policy says who leaves. Confident samples leave, the others are
+packed together and go on. Nothing here knows which engine it drives or imports anything of training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from offramp.policy import Policy
+from offramp.result import ExitResult, ceiling
+
+State = tuple[Any, ...]  # the engine's own arrays; the first dimension is the batch
+
+
+class Engine(Protocol):
+    """K stages that can be run one at a time, and the two things done between them."""
+
+    num_exits: int
+
+    def begin(self, images: np.ndarray) -> State:
+        """The state before stage 1, from normalised images [n, 3, h, w]."""
+
+    def run(self, k: int, state: State) -> tuple[Any, State]:
+        """Run stage k; its exit's logits and the state after it. What was returned before may be overwritten."""
+
+    def judge(self, k: int, logits: Any) -> tuple[np.ndarray, np.ndarray]:
+        """Confidences and labels of exit k on the host: the one moment at which a stage waits for the device."""
+
+    def gather(self, k: int, parts: Sequence[tuple[State, np.ndarray]]) -> State:
+        """One packed state before stage k, from some rows of each of several states."""
+
+    def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
+        """Run stage k for its plain logits on the host, to compare engines."""
+
+    def keep(self, state: State) -> State:
+        """A state that later calls of `run` leave alone."""
+
+
+class Packing(Protocol):
+    """The rule that decides whether leaving samples are cut out of the batch before the next stage."""
+
+    def worth_it(self, k: int, batch: int, staying: int) -> bool:
+        """Whether going on after exit k with `staying` instead of `batch` samples saves more than packing costs."""
+
+
+class AlwaysPack:
+    """Pack whenever anybody leaves."""
+
+    def worth_it(self, k: int, batch: int, staying: int) -> bool:
+        return True
+
+
+class Runtime:
+    """A network under a policy: `runtime(images) -> ExitResult`."""
+
+    def __init__(self, engine: Engine, policy: Policy, costs: Sequence[int], packing: Packing | None = None) -> None:
+        if len(policy.thresholds) != engine.num_exits - 1 or len(costs) != engine.num_exits:
+            raise ValueError(f"the policy has {len(policy.thresholds) + 1} exits, the network {engine.num_exits}")
+        self.engine, self.policy, self.costs = engine, policy, tuple(costs)
+        self.packing = AlwaysPack() if packing is None else packing
+        self._pace = [0.0] * (engine.num_exits + 1)  # seconds per row of each stage when it last ran
+
+    def __call__(
+        self,
+        images: np.ndarray,
+        *,
+        max_exit: int | None = None,
+        max_mul_adds: float | None = None,
+        deadline_ms: float | None = None,
+    ) -> ExitResult:
+        """Run normalised images [n, 3, h, w]; no sample goes beyond the limits, and those cut short are `forced`.
+
+        Under a deadline a stage is begun only if it would end in time, judging by how long it took last.
+        """
+        until = None if deadline_ms is None else time.perf_counter() + deadline_ms / 1e3
+        last = ceiling(self.costs, max_exit, max_mul_adds)
+        result = ExitResult.empty(len(images))
+        if not len(images):
+            return result
+        state = self.engine.begin(images)
+        inside = np.arange(len(images))  # which sample each row of the state is
+        going = np.ones(len(images), bool)  # whether that row still waits for its answer
+        for k in range(1, last + 1):
+            began = time.perf_counter()
+            logits, state = self.engine.run(k, state)
+            confidences, labels = self.engine.judge(k, logits)
+            now = time.perf_counter()
+            self._pace[k - 1] = (now - began) / len(going)
+            stop = k == last or (until is not None and now + self._pace[k] * len(going) >= until)
+            leaves = going & (self._confident(k, confidences) | stop)
+            self._record(result, k, inside, leaves, labels, confidences)
+            going &= ~leaves
+            staying = int(going.sum())
+            if not staying:
+                break
+            if staying < len(going) and self.packing.worth_it(k, len(going), staying):
+                rows = np.flatnonzero(going)
+                state, inside, going = self.engine.gather(k + 1, [(state, rows)]), inside[rows], np.ones(staying, bool)
+        return result
+
+    def _confident(self, k: int, confidences: np.ndarray) -> np.ndarray:
+        """Who may leave at exit k; at the last one everybody. Not a number is never confident."""
+        if k == self.engine.num_exits:
+            return np.ones(len(confidences), bool)
+        return confidences >= np.float32(self.policy.thresholds[k - 1])
+
+    def _record(
+        self,
+        result: ExitResult,
+        k: int,
+        inside: np.ndarray,
+        leaves: np.ndarray,
+        labels: np.ndarray,
+        confidences: np.ndarray,
+    ) -> None:
+        who = inside[leaves]
+        result.labels[who], result.confidences[who] = labels[leaves], confidences[leaves]
+        result.exits[who], result.mul_adds[who] = k, self.costs[k - 1]
+        result.forced[who] = ~self._confident(k, confidences)[leaves]

@@ -1,0 +1,93 @@
+"""Running a server: one process, loopback unless told otherwise, and an end that finishes what it has begun."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import uvicorn
+from fastapi import FastAPI
+
+from offramp.bundle import load_bundle
+from offramp.console import console
+from offramp.serve.app import create_app
+from offramp.serve.config import ServeConfig
+
+BACKLOG = 2048
+DRAIN_S = 30  # for requests inside once the server was told to stop
+
+
+def serve(
+    bundle_path: str | Path,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    config: ServeConfig | None = None,
+    device: str = "auto",
+) -> None:
+    """Load a bundle and answer until SIGTERM or SIGINT; then take no more and finish what is inside."""
+    bundle = load_bundle(bundle_path, device=device)
+    bundle(np.zeros((1, *bundle.card.input_shape), np.float32))  # libraries choose their algorithms now
+    run_app(create_app(bundle, config), host, port)
+
+
+def run_app(app: FastAPI, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Run an application of `create_app`; port 0 takes any that is free."""
+    with listen(host, port) as listening:
+        number = listening.getsockname()[1]
+        place = f"[{host}]" if ":" in host else host
+        console.print(f"serving on http://{place}:{number} (Ctrl-C stops)", highlight=False, soft_wrap=True)
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it would log every malformed form
+        with _signals_stay_here():
+            uvicorn.Server(server_config(app)).run([listening])
+    console.print("stopped")
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening socket; a port that is taken is an OSError."""
+    # with the protocol named: without it asyncio does not switch off Nagle's algorithm, and answers take 40 ms more
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        made.listen(BACKLOG)
+    except OSError as error:
+        made.close()
+        raise OSError(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+    return made
+
+
+def server_config(app: FastAPI) -> uvicorn.Config:
+    """uvicorn as offramp runs it; the peer is the peer, whatever headers say."""
+    return uvicorn.Config(
+        app,
+        http="h11",
+        ws="none",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        backlog=BACKLOG,
+        timeout_graceful_shutdown=DRAIN_S,
+    )
+
+
+@contextmanager
+def _signals_stay_here() -> Iterator[None]:
+    """uvicorn raises the signal that stopped it once more at its end; here a drained server has ended well."""
+
+    def ignore(signum: int, frame: Any) -> None:
+        pass
+
+    before = {s: signal.signal(s, ignore) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

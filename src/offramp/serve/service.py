@@ -1,0 +1,211 @@
+"""What stands between requests and the worker: places in the queue, clients' balances, tickets and their answers.
+
+Everything here runs on the event loop, except decoding and the stages themselves; so nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from fastapi import HTTPException, Request
+
+from offramp.bundle import Bundle
+from offramp.policy import Policy
+from offramp.pool import Left, Ticket
+from offramp.serve.clients import Bucket, Clients, client_name
+from offramp.serve.config import ServeConfig
+from offramp.serve.forms import Form, Limits, parse
+from offramp.serve.intake import decode, read_body
+from offramp.serve.metrics import Metrics
+from offramp.serve.worker import FairPool, Over, Worker
+
+READERS = 32  # requests whose bodies are in memory at a time; the others wait with theirs unread
+DECODERS = min(4, os.cpu_count() or 1)
+FULL = "the server is full; try again later"
+RETRY_S = 1  # after which a full queue is worth another try
+LONGEST_RETRY_S = 60
+
+
+class StageFailed(Exception):
+    """The network raised an error on the batch that an image was in."""
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a ticket's key says: where the answer goes, and whose balance pays."""
+
+    answer: asyncio.Future[Left]
+    bucket: Bucket | None
+    held: float
+    limited: bool
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How a request's images left; `limits` are the client's own, `limited` says whether any limit held."""
+
+    left: list[Left]
+    limits: Limits
+    limited: bool
+
+
+class Service:
+    """One bundle, its worker, and all that requests share."""
+
+    def __init__(self, bundle: Bundle, config: ServeConfig, policy: Policy | None = None) -> None:
+        policy = policy or bundle.policy()
+        self.bundle, self.config, self.costs = bundle, config, bundle.costs
+        self.overload_exit = config.overload_ceiling(self.costs, policy.mul_adds)
+        self.taken = 0  # places in the queue
+        self.clients = Clients(config.client_mul_adds_per_s)
+        self.metrics = Metrics(policy.shares, lambda: self.taken)
+        self.worker = Worker(FairPool(bundle.engine, policy, config.batch, config.wait_ms / 1e3), self._tell)
+        self._readers = asyncio.Semaphore(READERS)
+        self._decoders = ThreadPoolExecutor(DECODERS, "offramp-decode")
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Start the worker; at the end finish what is inside."""
+        self._loop = asyncio.get_running_loop()
+        self.worker.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self.worker.stop)
+            self._decoders.shutdown()
+
+    @property
+    def full(self) -> bool:
+        return self.taken >= self.config.queue
+
+    @property
+    def overloaded(self) -> bool:
+        return 2 * self.taken > self.config.queue
+
+    async def predict(self, request: Request, limits: Limits) -> Answers:
+        """Everything between a request and its answers; refusals are HTTP exceptions."""
+        arrived = time.perf_counter()
+        bucket = self._client(request)
+        self._take(1)
+        try:
+            images, limits = await self._read(request, limits)
+            self._check_balance(bucket)
+            self._take(len(images) - 1)
+        except BaseException:
+            self.taken -= 1
+            raise
+        tickets = self._tickets(len(images), limits, bucket, arrived)
+        self.worker.submit(images, tickets)
+        left = await _first(request, tickets)
+        return Answers(left, limits, any(ticket.key.limited for ticket in tickets))
+
+    def _client(self, request: Request) -> Bucket | None:
+        peer = request.client.host if request.client else None
+        bucket = self.clients.bucket(client_name(peer, request.headers, self.config.trust_forwarded))
+        self._check_balance(bucket)
+        return bucket
+
+    def _check_balance(self, bucket: Bucket | None) -> None:
+        wait_s = 0.0 if bucket is None else bucket.wait_s()
+        if wait_s:
+            retry = {"Retry-After": str(min(math.ceil(wait_s), LONGEST_RETRY_S))}
+            raise HTTPException(429, "this client has used up its compute for now; try again later", retry)
+
+    def _take(self, places: int) -> None:
+        if self.taken + places > self.config.queue:
+            raise HTTPException(503, FULL, {"Retry-After": str(RETRY_S)})
+        self.taken += places
+
+    async def _read(self, request: Request, limits: Limits) -> tuple[np.ndarray, Limits]:
+        """The images of a request, ready for the network, and its limits."""
+        self.worker.coming += 1
+        try:
+            async with self._readers:
+                body = await read_body(request, self.config.max_bytes)
+                kind = request.headers.get("content-type", "")
+                return await self._loop.run_in_executor(self._decoders, self._decode, kind, body, limits)
+        finally:
+            self.worker.coming -= 1
+
+    def _decode(self, kind: str, body: bytes, limits: Limits) -> tuple[np.ndarray, Limits]:
+        form: Form = parse(kind, body, self.config.most_images)
+        limits = form.limits.over(limits)
+        limits.check(len(self.costs))
+        return decode(self.bundle, form.images), limits
+
+    def _tickets(self, count: int, limits: Limits, bucket: Bucket | None, arrived: float) -> list[Ticket]:
+        last = limits.max_exit or len(self.costs)
+        if self.overloaded:
+            last = min(last, self.overload_exit)
+            self.metrics.overload.inc(count)
+        within_ms = limits.deadline_ms or self.config.deadline_ms
+        deadline = None if within_ms is None else arrived + within_ms / 1e3
+        limited = last < len(self.costs) or deadline is not None
+        held = float(self.costs[last - 1])
+        if bucket is not None:
+            bucket.hold(count * held)
+        entries = [Entry(self._loop.create_future(), bucket, held, limited) for _ in range(count)]
+        return [Ticket(entry, last, deadline) for entry in entries]
+
+    def _tell(self, ended: list[Over]) -> None:
+        with contextlib.suppress(RuntimeError):  # a server that was stopped by force has no loop any more
+            self._loop.call_soon_threadsafe(self._over, ended)
+
+    def _over(self, ended: list[Over]) -> None:
+        for one in ended:
+            entry: Entry = one.ticket.key
+            passed = len(one.ticket.guesses)
+            used = self.costs[passed - 1] if passed else 0
+            self.taken -= 1
+            self.metrics.mul_adds.inc(used)
+            if entry.bucket is not None:
+                entry.bucket.charge(entry.held, used)
+            self._answer(one, entry)
+
+    def _answer(self, one: Over, entry: Entry) -> None:
+        if one.left is not None:
+            self.metrics.left(one.left.exit, one.left.forced, entry.limited)
+            if not entry.answer.done():
+                entry.answer.set_result(one.left)
+        elif one.ticket.cancelled:
+            self.metrics.dropped.inc()
+        else:
+            self.metrics.failed.inc()
+            if not entry.answer.done():
+                entry.answer.set_exception(StageFailed())
+
+
+async def _first(request: Request, tickets: list[Ticket]) -> list[Left]:
+    """The answers, unless the client goes away first; then its images are not worth another stage."""
+    answers = asyncio.gather(*(ticket.key.answer for ticket in tickets))
+    gone = asyncio.ensure_future(_gone(request))
+    try:
+        either: set[asyncio.Future[Any]] = {answers, gone}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if not answers.done():
+            raise ClientGone
+        return answers.result()
+    finally:
+        gone.cancel()
+        for ticket in tickets:
+            if not ticket.key.answer.done():
+                ticket.cancelled = True
+        answers.cancel()
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,64 @@
+"""One command from a folder of images to a bundle and a report, and again from where it stopped."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from offramp import load_bundle
+from offramp.cli import main
+from offramp.config import load_recipe
+from offramp.fit import configuration
+
+SMALL = (
+    "model.name=msdnet-tiny",
+    "model.overrides={blocks=[1, 1], base_width=4, growth=4}",
+    "train.epochs=2",
+    "data.workers=0",
+)
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["offramp", *map(str, words)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    return int(left.value.code or 0)
+
+
+def test_from_a_folder_to_a_bundle_and_again(
+    tmp_path: Path,
+    image_folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    images = image_folder(classes=3, train=30, val=8)
+    words = [word for setting in SMALL for word in ("--set", setting)]
+    out = tmp_path / "fitted"
+    assert call(monkeypatch, "fit", images, "--out", out, *words) == 0
+    said = capsys.readouterr().out
+    assert "of the compute" in said and str(out / "report.html") in said and (out / "report.html").is_file()
+    weights, log = ((out / "run" / name).read_bytes() for name in ("model.safetensors", "metrics.jsonl"))
+    logits = (out / "run/eval/test/logits.npy").stat().st_mtime_ns
+    bundle = load_bundle(out / "bundle")
+    assert bundle.classes == ("class0", "class1", "class2")
+    assert json.loads((out / "run/config.json").read_text())["weighting"]["name"] == "learned"
+    budget = (bundle.costs[0] + bundle.costs[1]) / 2
+    assert call(monkeypatch, "fit", images, "--out", out, "--budget", f"{budget:.0f}", *words) == 0
+    assert (out / "run/model.safetensors").read_bytes() == weights  # neither trained nor evaluated again
+    assert (out / "run/metrics.jsonl").read_bytes() == log
+    assert (out / "run/eval/test/logits.npy").stat().st_mtime_ns == logits
+    assert load_bundle(out / "bundle").policies.policy.mul_adds <= budget
+    assert call(monkeypatch, "predict", out / "bundle", images / "val") == 0
+
+
+def test_the_network_suits_the_images(tmp_path: Path, image_folder: Callable[..., Path]) -> None:
+    small = configuration(str(image_folder(classes=2, train=40, val=2)))
+    assert (small.model.name, small.data.image_size, small.data.name) == ("msdnet5", 32, "imagefolder")
+    assert small.weighting.name == "learned" and 2 <= small.train.batch <= 20 and small.train.batch % 2 == 0
+    assert configuration("digits-learned") == load_recipe("digits-learned").config
+    with pytest.raises(ValueError, match="recipe 'nothing' is unknown"):
+        configuration("nothing")

@@ -1,0 +1,143 @@
+"""`offramp predict` and `offramp export` as people use them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from offramp import load_bundle, load_dataset
+from offramp.cli import main
+from offramp.predict import expand, predict
+
+pytest_plugins = ["bundles"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirty images in two folders, two files that are none, and one that is no image by name."""
+    root = tmp_path_factory.mktemp("images")
+    thumbs = load_dataset("digits", train=512, calibration=200, test=400).thumbnails("test", np.arange(30))
+    for at, image in enumerate(thumbs):
+        path = root / ("a" if at % 2 else "b") / f"{at:02d}.png"
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(image).save(path)
+    (root / "a" / "broken.jpg").write_bytes(b"not an image")
+    (root / "b" / "notes.txt").write_text("not looked at")
+    return root
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["offramp", *map(str, words)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    return int(left.value.code or 0)
+
+
+def test_paths_are_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(expand([str(folder)])) == 31
+    assert expand([str(folder / "a" / "0*.png")]) == sorted(map(str, (folder / "a").glob("0*.png")))
+    assert len(expand([str(folder / "**" / "*.png")])) == 30
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one.png\n\n two.png \n"))
+    assert expand(["-", "three.png"]) == ["one.png", "two.png", "three.png"]
+    for words, said in (([str(folder / "*.xyz")], "nothing matches"), ([], "no images were given")):
+        with pytest.raises(ValueError, match=said):
+            expand(words)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 64])
+def test_rows_come_in_order_and_equal_a_plain_call(torch_bundle: Path, folder: Path, batch: int) -> None:
+    bundle = load_bundle(torch_bundle)
+    paths = expand([str(folder)])
+    found = predict(bundle, paths, batch=batch)
+    assert [row.path for row in found.rows] == paths and found.unreadable == 1
+    good = [row for row in found.rows if row.error is None]
+    wanted = bundle([row.path for row in good])
+    assert [row.exit for row in good] == wanted.exits.tolist()
+    assert [row.label for row in good] == [bundle.classes[c] for c in wanted.labels]
+    assert [row.mul_adds for row in good] == wanted.mul_adds.tolist()
+    assert found.shares == pytest.approx(wanted.shares(3))
+    assert found.saved == pytest.approx(1 - wanted.mul_adds.mean() / bundle.costs[-1])
+
+
+def test_unreadable_images_are_named_and_the_rest_is_done(
+    onnx_bundle: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "results.csv"
+    missing = str(tmp_path / "missing.png")
+    assert call(monkeypatch, "predict", onnx_bundle, folder, missing, "--out", out) == 1
+    rows = list(csv.DictReader(out.read_text().splitlines()))
+    assert len(rows) == 32 and sum(bool(row["error"]) for row in rows) == 2
+    assert rows[-1]["path"] == missing and rows[-1]["error"] == "it is not there"
+    assert all(row["label"] and row["exit"] for row in rows if not row["error"])
+    shown = capsys.readouterr().out
+    assert "30 images" in shown and "2 could not be read" in shown and "of the compute saved" in shown
+
+
+def test_results_as_json_lines_and_as_a_table(
+    torch_bundle: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "results.jsonl"
+    assert call(monkeypatch, "predict", torch_bundle, folder / "b", "--out", out, "--max-exit", "1") == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 15 and {row["exit"] for row in rows} == {1} and any(row["forced"] for row in rows)
+    assert call(monkeypatch, "predict", torch_bundle, folder / "b", "--q", "0.5") == 0
+    assert "confidence" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--out", "results.xlsx"], "must end in .csv or .jsonl"),
+        (["--budget", "1"], "below exit 1's cost"),
+        (["--budget", "x"], "must be a count"),
+        (["--max-exit", "0"], "max_exit must be 1 or more"),
+        (["--max-mul-adds", "5"], "below exit 1's cost"),
+        (["--batch", "0"], "batch must be 1 or more"),
+    ],
+)
+def test_mistakes_are_sentences(
+    torch_bundle: Path,
+    folder: Path,
+    words: list[str],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert call(monkeypatch, "predict", torch_bundle, folder, *words) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_exporting_on_the_command_line(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "export", run, "--out", tmp_path / "b") == 0
+    assert "equal to its golden outputs" in capsys.readouterr().out
+    assert call(monkeypatch, "export", run, "--out", tmp_path / "b") == 2
+    assert "is there already" in capsys.readouterr().err
+    assert call(monkeypatch, "predict", tmp_path, "x.png") == 2
+    assert "is not a bundle" in capsys.readouterr().err
+
+
+def test_timing_a_bundle_and_a_model(
+    torch_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--batch", "1,8", "--q", "0.5", "--repeats", "2", "--device", "cpu"]
+    assert call(monkeypatch, "bench", "infer", torch_bundle, *words, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert set(found["stage_ms"]) == {"1", "2", "3"} and set(found["stage_ms"]["1"]) == {"1", "8"}
+    assert len(found["rows"]) == 2 and all(row["ours_ms"] > 0 and row["of_ideal"] > 0 for row in found["rows"])
+    assert call(monkeypatch, "bench", "infer", torch_bundle, *words) == 0
+    shown = capsys.readouterr().out
+    assert "packing pays" in shown
+    assert call(monkeypatch, "bench", "infer", torch_bundle, "--batch", "a") == 2

@@ -1,0 +1,269 @@
+"""Leaving early changes nothing but the cost: same answers and exits for every batch size, order and neighbour."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from offramp import create_model
+from offramp.confidence import MEASURES, answers
+from offramp.confidence import confidences as numpy_confidences
+from offramp.engines.torch_engine import TorchEngine
+from offramp.models.exits import ExitNet
+from offramp.models.fold import folded
+from offramp.packing import MeasuredPacking, measure_packing
+from offramp.policy import Policy, exits_taken
+from offramp.pool import Pool, Ticket
+from offramp.result import ceiling
+from offramp.runtime import Runtime
+
+COSTS = (10, 25, 70)
+
+
+def network(schedule: str = "eager") -> ExitNet:
+    """A small MSDNet whose BatchNorms have seen data, so that folding them is not trivial."""
+    torch.manual_seed(0)
+    model = create_model("msdnet-tiny", num_classes=5, blocks=[1, 1, 1], base_width=4, growth=4, head_width=8)
+    model.train()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(32, 3, 32, 32))
+        for head in model.heads:
+            head.linear.weight.mul_(12)  # type: ignore[union-attr, operator]
+    return model.eval().set_schedule(schedule)
+
+
+MODEL = network()
+IMAGES = np.random.default_rng(0).normal(size=(60, 3, 32, 32)).astype(np.float32)
+
+
+def policy(*thresholds: float) -> Policy:
+    return Policy("q", None, thresholds, 0.0, (), 0.0)
+
+
+def reference(measure: str = "max_softmax") -> tuple[np.ndarray, np.ndarray]:
+    """Confidences and labels of all exits in float64, nothing skipped."""
+    with torch.inference_mode():
+        logits = torch.stack(network().double()(torch.from_numpy(IMAGES).double())).numpy()
+    return numpy_confidences(logits, measure), logits.argmax(-1)
+
+
+@pytest.mark.parametrize("schedule", ["eager", "lazy"])
+@pytest.mark.parametrize("measure", sorted(MEASURES))
+def test_in_float64_nothing_depends_on_the_batch(measure: str, schedule: str) -> None:
+    sure, labels = reference(measure)
+    engine = TorchEngine(network(schedule), measure, dtype=torch.float64)
+    draw = np.random.default_rng(1)
+    for _ in range(3):
+        thresholds = tuple(float(np.quantile(own, draw.random())) + 1e-9 for own in sure[:-1])
+        exits = exits_taken(sure, thresholds)
+        runtime = Runtime(engine, policy(*thresholds), COSTS)
+        for size in (1, 7, 60):
+            order = draw.permutation(60)
+            for begin in range(0, 60, size):
+                rows = order[begin : begin + size]
+                found = runtime(IMAGES[rows])
+                assert found.exits.tolist() == exits[rows].tolist()
+                assert found.labels.tolist() == labels[exits[rows] - 1, rows].tolist()
+                assert found.mul_adds.tolist() == [COSTS[e - 1] for e in exits[rows]]
+                assert not found.forced.any()
+
+
+def test_in_float32_only_samples_at_a_threshold_may_differ() -> None:
+    sure, _ = reference()
+    thresholds = tuple(float(np.median(own)) for own in sure[:-1])
+    exits = exits_taken(sure, thresholds)
+    for model in (network(), folded(network()), network("lazy")):
+        found = Runtime(TorchEngine(model), policy(*thresholds), COSTS)(IMAGES)
+        near = np.abs(sure[:-1] - np.array(thresholds, np.float32)[:, None])
+        safe = [all(near[k, i] > 1e-4 for k in range(min(exits[i], 2))) for i in range(60)]
+        assert found.exits[safe].tolist() == exits[safe].tolist() and sum(safe) > 50
+
+
+@pytest.mark.parametrize("measure", sorted(MEASURES))
+def test_both_kinds_of_confidence_agree(measure: str) -> None:
+    logits = np.random.default_rng(0).normal(size=(200, 10)).astype(np.float32) * 4
+    engine = TorchEngine(network(), measure, temperatures=(0.7, 1.0, 2.0))
+    for k, temperature in ((1, 0.7), (3, 2.0)):
+        found, labels = engine.judge(k, engine.verdict(k, torch.from_numpy(logits)))
+        np.testing.assert_allclose(found, numpy_confidences(logits[None], measure, [temperature])[0], atol=2e-6)
+        np.testing.assert_array_equal(labels, logits.argmax(-1))
+
+
+def test_folding_keeps_the_function_and_removes_every_batchnorm() -> None:
+    own = folded(MODEL)
+    assert not any(isinstance(m, torch.nn.BatchNorm2d) for m in own.modules())
+    with torch.inference_mode():
+        for one, other in zip(own(torch.from_numpy(IMAGES)), MODEL(torch.from_numpy(IMAGES)), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    assert any(isinstance(m, torch.nn.BatchNorm2d) for m in MODEL.modules())
+
+
+class Numbers:
+    """An engine of plain numbers: image i has `sure[k, i]` at exit k + 1; counts what it runs."""
+
+    def __init__(self, sure: np.ndarray, delay: float = 0.0) -> None:
+        self.sure, self.num_exits, self.ran = sure.astype(np.float32), len(sure), []
+
+    def begin(self, images: np.ndarray) -> tuple[Any, ...]:
+        return (images[:, 0, 0, 0].astype(np.int64),)
+
+    def run(self, k: int, state: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        self.ran.append((k, len(state[0])))
+        return state[0], state
+
+    def judge(self, k: int, logits: Any) -> tuple[np.ndarray, np.ndarray]:
+        return self.sure[k - 1, logits], 10 * k + logits
+
+    def gather(self, k: int, parts: Any) -> tuple[Any, ...]:
+        return (np.concatenate([state[0][rows] for state, rows in parts]),)
+
+    def logits(self, k: int, state: Any) -> Any:
+        raise NotImplementedError
+
+    def keep(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
+        return state
+
+
+def numbered(count: int) -> np.ndarray:
+    return np.arange(count, dtype=np.float32)[:, None, None, None].repeat(3, 1)
+
+
+SURE = np.array([[0.9, 0.1, 0.2, np.nan, 0.3], [0.0, 0.9, 0.1, np.nan, 0.2], [0.0] * 5])
+
+
+def test_work_is_really_skipped() -> None:
+    engine = Numbers(SURE)
+    found = Runtime(engine, policy(0.5, 0.5), COSTS)(numbered(5))
+    assert engine.ran == [(1, 5), (2, 4), (3, 3)]
+    assert found.exits.tolist() == [1, 2, 3, 3, 3]
+    assert found.labels.tolist() == [10, 21, 32, 33, 34]
+    assert found.shares(3) == (0.2, 0.2, 0.6)
+
+
+def test_not_a_number_is_never_confident() -> None:
+    found = Runtime(Numbers(SURE), policy(-1.0, -1.0), COSTS)(numbered(5))
+    assert found.exits.tolist() == [1, 1, 1, 3, 1]
+
+
+def test_ceilings_force_out_and_say_so() -> None:
+    runtime = Runtime(Numbers(SURE), policy(0.5, 0.5), COSTS)
+    for limits in ({"max_exit": 2}, {"max_mul_adds": 30.0}):
+        found = runtime(numbered(5), **limits)
+        assert found.exits.tolist() == [1, 2, 2, 2, 2]
+        assert found.forced.tolist() == [False, False, True, True, True]
+    assert runtime(numbered(5), max_exit=3).forced.tolist() == [False] * 5
+    assert runtime(numbered(5), deadline_ms=0.0).exits.tolist() == [1] * 5
+    with pytest.raises(ValueError, match="max_exit must be 1 or more"):
+        runtime(numbered(5), max_exit=0)
+    with pytest.raises(ValueError, match="below exit 1's cost"):
+        runtime(numbered(5), max_mul_adds=9.0)
+    assert ceiling(COSTS, None, None) == ceiling(COSTS, 9, 1e9) == 3
+
+
+def test_a_stage_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(np.arange(0, 1000, 0.010))  # every look at the clock is 10 ms after the last
+    monkeypatch.setattr("offramp.runtime.time.perf_counter", lambda: float(next(clock)))
+    runtime = Runtime(Numbers(np.zeros((3, 2))), policy(0.5, 0.5), COSTS)
+    assert runtime(numbered(2)).exits.tolist() == [3, 3]  # each stage took 10 ms
+    assert runtime(numbered(2), deadline_ms=45.0).exits.tolist() == [2, 2]
+    assert runtime(numbered(2), deadline_ms=45.0).forced.tolist() == [True, True]
+
+
+def test_no_images_give_no_results() -> None:
+    assert len(Runtime(Numbers(SURE), policy(0.5, 0.5), COSTS)(numbered(0))) == 0
+
+
+def test_a_policy_of_another_network_is_refused() -> None:
+    with pytest.raises(ValueError, match="the policy has 2 exits, the network 3"):
+        Runtime(Numbers(SURE), policy(0.5), COSTS)
+
+
+def test_packing_only_where_it_pays_and_without_changing_answers() -> None:
+    # stage 2 takes as long for one as for four; stage 3 gets cheaper with every sample
+    rule = MeasuredPacking((1, 5), ((1.0, 5.0), (3.0, 3.0), (1.0, 9.0)), ((0.5, 0.5), (0.1, 0.1)))
+    assert not rule.worth_it(1, 5, 1) and rule.worth_it(2, 5, 3)
+    engine = Numbers(SURE)
+    found = Runtime(engine, policy(0.5, 0.5), COSTS, rule)(numbered(5))
+    assert engine.ran == [(1, 5), (2, 5), (3, 3)]
+    assert found.exits.tolist() == [1, 2, 3, 3, 3] and found.labels.tolist() == [10, 21, 32, 33, 34]
+    text = rule.explain()
+    assert "after exit 1, packing pays never" in text[0] and "once 1 of 5 have left" in text[1]
+    assert MeasuredPacking.from_json(rule.to_json()) == rule
+    assert rule.worth_it(2, 50, 10)  # beyond what was measured, in proportion
+
+
+def test_measured_packing_has_every_stage_and_size() -> None:
+    rule = measure_packing(TorchEngine(network()), IMAGES[:16])
+    assert rule.sizes == (1, 4, 16)
+    assert [len(row) for row in rule.stage_ms] == [3] * 3 and [len(row) for row in rule.pack_ms] == [3] * 2
+    assert all(ms > 0 for row in (*rule.stage_ms, *rule.pack_ms) for ms in row)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 100])
+def test_a_pool_gives_what_a_batch_gives(batch: int) -> None:
+    logits = np.random.default_rng(3).normal(size=(3, 60, 5)).astype(np.float32) * 3
+    sure = answers(logits, np.zeros(60, np.int64)).confidences
+    thresholds = tuple(float(np.median(own)) for own in sure[:-1])
+    pool = Pool(Numbers(sure), policy(*thresholds), batch, wait_s=60.0)
+    found = []
+    for begin in range(0, 60, 7):
+        rows = np.arange(begin, min(begin + 7, 60))
+        pool.add(numbered(60)[rows], [Ticket(int(i), 3) for i in rows])
+        while pool.ready():
+            found += pool.work()
+    while pool.waiting:
+        found += pool.work(flush=True)
+    assert sorted(left.ticket.key for left in found) == list(range(60))
+    exits = exits_taken(sure, thresholds)
+    assert all(left.exit == exits[left.ticket.key] and not left.forced for left in found)
+    assert all(left.label == 10 * left.exit + left.ticket.key for left in found)
+    assert all([g[0] for g in left.ticket.guesses] == [10 * k + left.ticket.key for k in range(1, left.exit + 1)]
+               for left in found)  # fmt: skip
+
+
+def test_late_stages_run_full_batches() -> None:
+    sure = np.zeros((2, 64))
+    sure[0, ::2] = 1  # every second one leaves
+    engine = Numbers(sure)
+    pool = Pool(engine, policy(0.5), 8, wait_s=60.0)
+    for begin in range(0, 64, 8):
+        pool.add(numbered(64)[begin : begin + 8], [Ticket(i, 2) for i in range(8)])
+        while pool.ready():
+            pool.work()
+    assert {size for _, size in engine.ran} == {8} and pool.waiting == 0
+
+
+def test_nobody_waits_longer_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("offramp.pool.time.perf_counter", lambda: now[0])
+    pool = Pool(Numbers(np.zeros((2, 4))), policy(0.5), 8, wait_s=0.5)
+    pool.add(numbered(2), [Ticket(i, 2) for i in range(2)])
+    assert not pool.ready() and pool.work() == []
+    now[0] = 0.6
+    assert pool.ready() and pool.work() == [] and pool.waiting == 2  # both go on to stage 2
+    assert not pool.ready()
+    now[0] = 1.2
+    assert len(pool.work()) == 2
+
+
+def test_tickets_have_their_own_limits_and_can_be_cancelled() -> None:
+    engine = Numbers(np.zeros((3, 4)))
+    pool = Pool(engine, policy(0.5, 0.5), 8, wait_s=0.0)
+    tickets = [Ticket(0, 1), Ticket(1, 3, deadline=0.0), Ticket(2, 2), Ticket(3, 3)]
+    pool.add(numbered(4), tickets)
+    first = pool.work()
+    assert [(left.ticket.key, left.exit, left.forced) for left in first] == [(0, 1, True), (1, 1, True)]
+    tickets[3].cancelled = True
+    second = pool.work()
+    assert [(left.ticket.key, left.exit, left.forced) for left in second] == [(2, 2, True)]
+    assert pool.waiting == 0 and engine.ran == [(1, 4), (2, 1)]
+
+
+def test_infinite_thresholds_let_nobody_leave() -> None:
+    found = Runtime(Numbers(np.ones((3, 3))), policy(math.inf, math.inf), COSTS)(numbered(3))
+    assert found.exits.tolist() == [3, 3, 3] and not found.forced.any()

@@ -1,0 +1,291 @@
+"""The server over real HTTP, with a network made by hand whose stages can be held, slowed and broken."""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+from PIL import Image
+
+from offramp.bundle import Bundle, ModelCard
+from offramp.images import Preprocessing
+from offramp.policy import Policies, Policy
+from offramp.pool import Ticket
+from offramp.runtime import State
+from offramp.serve import ServeConfig, create_app
+from offramp.serve.run import listen, server_config
+from offramp.serve.worker import FairPool
+
+COSTS = (1_000_000, 2_500_000, 5_000_000)
+CLASSES = tuple(f"class <{c}>" for c in range(10))
+POLICY = Policy("searched", None, (0.5, 0.5), 2_250_000, (0.5, 0.3, 0.2), 0.9)
+
+
+def picture(label: int, exit_: int, broken: bool = False, kind: str = "PNG", side: int = 8) -> bytes:
+    """An image whose colour says which class it is, from which exit on that is sure, and whether it yields NaN."""
+    file = io.BytesIO()
+    Image.new("RGB", (side, side), (20 * label, 60 * exit_, 200 * broken)).save(file, kind, quality=100)
+    return file.getvalue()
+
+
+class FakeEngine:
+    """Reads the answer off the colour; before its exit an image is taken for the class above, without confidence."""
+
+    num_exits = len(COSTS)
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.delay_s, self.failing = delay_s, False
+        self.open = {k: threading.Event() for k in (1, 2, 3)}
+        self.reached = {k: threading.Event() for k in (1, 2, 3)}
+        self.batches: list[tuple[int, int]] = []
+        for gate in self.open.values():
+            gate.set()
+
+    def begin(self, images: np.ndarray) -> State:
+        return (images[:, :, 0, 0] * 255,)
+
+    def run(self, k: int, state: State) -> tuple[Any, State]:
+        self.reached[k].set()
+        assert self.open[k].wait(20)
+        self.batches.append((k, len(state[0])))
+        time.sleep(self.delay_s)
+        if self.failing:
+            raise RuntimeError("the device is on fire")
+        return state[0], state
+
+    def judge(self, k: int, logits: Any) -> tuple[np.ndarray, np.ndarray]:
+        label, needs, broken = np.rint(logits / [20, 60, 200]).astype(int).T
+        sure = np.where(k >= needs, 0.9, 0.1).astype(np.float32)
+        return np.where(broken, np.float32("nan"), sure), (label + (k < needs)) % 10
+
+    def gather(self, k: int, parts: Sequence[tuple[State, np.ndarray]]) -> State:
+        return (np.concatenate([state[0][rows] for state, rows in parts]),)
+
+    def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
+        return self.run(k, state)
+
+    def keep(self, state: State) -> State:
+        return state
+
+
+def make_bundle(engine: FakeEngine) -> Bundle:
+    ready = Preprocessing(8, 8, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+    card = ModelCard({"name": "colours"}, "eager", (3, 8, 8), CLASSES, COSTS, ready)
+    return Bundle(Path("x"), "torch", card, Policies("max_softmax", None, COSTS, (POLICY,), 0), engine, "x")
+
+
+class Running:
+    """A server in a thread, a client of it, and what the network saw."""
+
+    def __init__(self, config: ServeConfig, delay_s: float = 0.0) -> None:
+        self.engine = FakeEngine(delay_s)
+        self.app = create_app(make_bundle(self.engine), config)
+        self.service = self.app.state.service
+        self.server = uvicorn.Server(server_config(self.app))
+        listening = listen("127.0.0.1", 0)
+        self.port = listening.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.thread = threading.Thread(target=self.server.run, args=([listening],))
+        self.thread.start()
+        self.http = httpx.Client(base_url=self.url, timeout=20, trust_env=False)
+        self.others = ThreadPoolExecutor(16)
+        until(lambda: self.server.started)
+
+    def send(self, *images: bytes, **fields: Any) -> httpx.Response:
+        files = [("images", ("image.png", image)) for image in images]
+        return self.http.post("/predict", files=files, data=fields)
+
+    def later(self, *images: bytes, **fields: Any) -> Future[httpx.Response]:
+        return self.others.submit(self.send, *images, **fields)
+
+    def count(self, name: str) -> float:
+        found = re.search(rf"^{re.escape(name)} (\S+)$", self.http.get("/metrics").text, re.MULTILINE)
+        return float(found.group(1)) if found else 0.0
+
+    def stop(self) -> None:
+        for gate in self.engine.open.values():
+            gate.set()
+        self.others.shutdown()
+        self.http.close()
+        self.server.should_exit = True
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def until(true: Callable[[], Any], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "it never happened"
+        time.sleep(0.002)
+
+
+Start = Callable[..., Running]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts servers: settings of `ServeConfig`, and `delay_s` of each stage."""
+    servers: list[Running] = []
+
+    def begin(delay_s: float = 0.0, **settings: Any) -> Running:
+        servers.append(Running(ServeConfig(**settings), delay_s))
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.stop()
+
+
+def labels(response: httpx.Response) -> list[int]:
+    assert response.status_code == 200, response.text
+    return [found["class"] for found in response.json()["predictions"]]
+
+
+def post(http: httpx.Client, body: bytes, kind: str, query: str = "") -> httpx.Response:
+    return http.post(f"/predict{query}", content=body, headers={"content-type": kind} if kind else {})
+
+
+def test_one_image_many_images_and_json_are_answered_in_order(start: Start) -> None:
+    server = start(reveal_exit=True, batch=5)
+    wanted = [(label, 1 + (label + turn) % 3) for turn in range(3) for label in range(10)]
+    for number, (label, exit_) in enumerate(wanted):
+        found = server.send(picture(label, exit_, kind="PNG" if number % 2 else "JPEG")).json()["predictions"]
+        assert [(one["class"], one["exit"]) for one in found] == [(label, exit_)]
+    images = [picture(label, exit_, side=8 + 5 * label) for label, exit_ in wanted]
+    together = server.send(*images)
+    as_json = {"images": [base64.b64encode(image).decode() for image in images]}
+    again = server.http.post("/predict", json=as_json)
+    assert labels(together) == labels(again) == [label for label, _ in wanted]
+    assert together.json() == again.json()
+    assert [one["exit"] for one in together.json()["predictions"]] == [exit_ for _, exit_ in wanted]
+
+
+def test_an_answer_with_everything(start: Start) -> None:
+    found = start(reveal_exit=True).send(picture(4, 2)).json()
+    assert found == {
+        "predictions": [
+            {
+                "label": "class <4>",
+                "class": 4,
+                "confidence": pytest.approx(0.9),
+                "forced": False,
+                "exit": 2,
+                "mul_adds": COSTS[1],
+                "guesses": [
+                    {"exit": 1, "label": "class <5>", "confidence": pytest.approx(0.1)},
+                    {"exit": 2, "label": "class <4>", "confidence": pytest.approx(0.9)},
+                ],
+            }
+        ],
+        "limited": False,
+    }
+
+
+def test_requests_share_batches_and_the_easy_one_is_answered_first(start: Start) -> None:
+    server = start()
+    engine = server.engine
+    engine.open[1].clear()
+    first = server.later(picture(0, 1))
+    assert engine.reached[1].wait(5)
+    easy, hard = server.later(picture(1, 1)), server.later(picture(2, 3))
+    until(lambda: len(server.service.worker._arrived) == 2)
+    engine.open[2].clear()
+    engine.open[1].set()
+    assert labels(first.result(5)) == [0] and labels(easy.result(5)) == [1]
+    assert engine.batches == [(1, 1), (1, 2)]
+    assert engine.reached[2].wait(5) and not hard.done()
+    engine.open[2].set()
+    assert labels(hard.result(5)) == [2]
+    assert engine.batches[2:] == [(2, 1), (3, 1)]
+
+
+def test_a_lone_image_waits_for_nobody(start: Start) -> None:
+    server = start(wait_ms=60_000)
+    began = time.monotonic()
+    assert labels(server.send(picture(3, 3))) == [3]
+    assert time.monotonic() - began < 10
+
+
+def test_a_few_late_images_are_not_held_up_by_full_early_stages() -> None:
+    engine = FakeEngine()
+    pool = FairPool(engine, POLICY, batch=2, wait_s=60)
+    images = make_bundle(engine).prepare([picture(1, 3), picture(2, 1)])
+    pool.add(images, [Ticket("late", 3), Ticket("early", 3)])
+    assert [left.ticket.key for left in pool.work()] == ["early"]
+    pool.add(images, [Ticket("a", 3), Ticket("b", 3)])
+    pool.queues[1][0].since -= 1
+    assert pool.work() == [] and engine.batches == [(1, 2), (2, 1)]
+
+
+def test_a_client_that_goes_away_costs_no_further_stage(start: Start) -> None:
+    server = start(client_mul_adds_per_s=1e6)
+    server.engine.open[1].clear()
+    with pytest.raises(httpx.ReadTimeout), httpx.Client(base_url=server.url, timeout=0.3, trust_env=False) as hasty:
+        hasty.post("/predict", files={"images": picture(1, 3)})
+    until(lambda: server.count('offramp_requests_total{status="499"}') == 1)
+    server.engine.open[1].set()
+    until(lambda: server.service.taken == 0)
+    assert server.engine.batches == [(1, 1)]
+    assert server.count("offramp_dropped_images_total") == 1
+    assert server.count("offramp_mul_adds_total") == COSTS[0]  # and its client has paid for what it used
+    [bucket] = server.service.clients._buckets.values()
+    assert bucket.held == 0 and bucket.balance < 2e6
+
+
+def test_a_failing_stage_takes_down_its_own_images_only(start: Start) -> None:
+    server = start()
+    server.engine.open[2].clear()
+    doomed = server.later(picture(1, 2), picture(2, 1))
+    assert server.engine.reached[2].wait(5)
+    server.engine.failing = True
+    server.engine.open[2].set()
+    assert doomed.result(5).status_code == 500
+    assert doomed.result().json() == {"detail": "the network failed on this request; the server goes on"}
+    server.engine.failing = False
+    assert labels(server.send(picture(3, 3))) == [3]
+    assert server.http.get("/healthz").json() == {"status": "ok"}
+    assert server.count("offramp_failed_images_total") == 1 and server.service.taken == 0
+
+
+def test_metrics_count_and_drift_shows(start: Start) -> None:
+    server = start()
+    for _ in range(3):
+        server.send(picture(1, 1), picture(1, 2), picture(1, 3), picture(1, 1))
+    server.send(picture(1, 3), max_exit=1)
+    server.send(b"no image")
+    assert server.count("offramp_images_total") == 13
+    assert [server.count(f'offramp_exit_images_total{{exit="{k}"}}') for k in (1, 2, 3)] == [7, 3, 3]
+    assert server.count("offramp_forced_images_total") == 1
+    assert server.count('offramp_requests_total{status="200"}') == 4
+    assert server.count('offramp_requests_total{status="415"}') == 1
+    assert server.count("offramp_request_seconds_count") == 5
+    assert server.count("offramp_queue_images") == 0
+    assert np.isnan(server.count("offramp_share_drift"))
+    for _ in range(20):
+        server.send(*[picture(1, 1)] * 49, picture(1, 2))
+    assert server.count("offramp_share_drift") == pytest.approx(0.48, abs=0.01)
+    found = server.http.get("/shares").json()
+    assert found == {"images": 1000, "shares": [0.98, 0.02, 0.0], "calibration": [0.5, 0.3, 0.2]}
+
+
+def test_the_schema_is_there_and_nothing_that_loads_from_elsewhere(start: Start) -> None:
+    http = start().http
+    schema = http.get("/openapi.json").json()
+    assert set(schema["paths"]) == {"/predict", "/shares", "/metrics", "/healthz"}
+    body = schema["paths"]["/predict"]["post"]["requestBody"]["content"]
+    assert set(body) == {"multipart/form-data", "application/json"}
+    assert http.get("/docs").status_code == http.get("/redoc").status_code == 404
+    page = http.get("/")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "unsafe" not in page.headers["content-security-policy"]

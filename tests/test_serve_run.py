@@ -1,0 +1,70 @@
+"""Running a server to its end: ports, signals, and a load test of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from offramp.serve.load import load_test
+from offramp.serve.run import listen
+from test_serve import CLASSES, Start, labels, picture, start, until
+
+__all__ = ["start"]  # the fixture
+
+
+def test_a_port_that_is_taken_is_a_sentence() -> None:
+    with listen("127.0.0.1", 0) as first:
+        assert first.proto == socket.IPPROTO_TCP  # or every answer would take 40 ms more
+        port = first.getsockname()[1]
+        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1, port {port}"):
+            listen("127.0.0.1", port)
+
+
+def test_a_load_test_counts_and_checks(start: Start) -> None:
+    server = start(delay_s=0.002, queue=24, overload_exit=3)
+    images = [picture(label, 1 + label % 3) for label in range(10)]
+    found = load_test(server.url, images, seconds=1.0, clients=8, expected=CLASSES)
+    assert found.passed and found.accepted > 20 and not found.refused
+    assert 0 < found.p50_ms <= found.p95_ms <= found.p99_ms
+    assert not load_test(server.url, images, seconds=0.2, clients=1, expected=CLASSES[::-1]).passed
+    crowded = start(delay_s=0.05, queue=4, overload_exit=3)
+    found = load_test(crowded.url, images, seconds=1.0, clients=16, expected=CLASSES)
+    assert found.passed and found.refused > 0
+
+
+DRAINING = """
+import sys
+from offramp.serve import ServeConfig, create_app
+from offramp.serve.run import run_app
+from test_serve import FakeEngine, make_bundle
+run_app(create_app(make_bundle(FakeEngine(0.4)), ServeConfig()), port=0)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_taking_and_finishes_what_is_inside(signum: int) -> None:
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    with subprocess.Popen([sys.executable, "-c", DRAINING], stdout=subprocess.PIPE, text=True, env=path) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        url = re.search(r"http://\S+", said)
+        assert url is not None, said
+        with ThreadPoolExecutor(1) as other, httpx.Client(base_url=url.group(), timeout=20, trust_env=False) as http:
+            hard = other.submit(http.post, "/predict", files={"images": picture(7, 3)})
+            with httpx.Client(base_url=url.group(), trust_env=False) as second:
+                until(lambda: "offramp_queue_images 1.0" in second.get("/metrics").text)
+            process.send_signal(signum)
+            assert labels(hard.result(20)) == [7]
+            assert process.wait(20) == 0
+            assert process.stdout.read() == "stopped\n"
+            with pytest.raises(httpx.ConnectError):
+                http.get("/healthz")
