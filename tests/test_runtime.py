@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,9 @@ class Numbers:
     def __init__(self, sure: np.ndarray, delay: float = 0.0) -> None:
         self.sure, self.num_exits, self.ran = sure.astype(np.float32), len(sure), []
 
+    def active(self) -> Any:
+        return nullcontext()
+
     def begin(self, images: np.ndarray) -> tuple[Any, ...]:
         return (images[:, 0, 0, 0].astype(np.int64),)
 
@@ -125,8 +129,8 @@ class Numbers:
     def logits(self, k: int, state: Any) -> Any:
         raise NotImplementedError
 
-    def keep(self, state: tuple[Any, ...]) -> tuple[Any, ...]:
-        return state
+    def keep(self, state: tuple[Any, ...], rows: np.ndarray) -> tuple[tuple[Any, ...], np.ndarray]:
+        return state, rows
 
 
 def numbered(count: int) -> np.ndarray:
@@ -209,7 +213,7 @@ def test_a_pool_gives_what_a_batch_gives(batch: int) -> None:
     logits = np.random.default_rng(3).normal(size=(3, 60, 5)).astype(np.float32) * 3
     sure = answers(logits, np.zeros(60, np.int64)).confidences
     thresholds = tuple(float(np.median(own)) for own in sure[:-1])
-    pool = Pool(Numbers(sure), policy(*thresholds), batch, wait_s=60.0)
+    pool = Pool(Numbers(sure), policy(*thresholds), batch, wait_s=60.0, guesses=True)
     found = []
     for begin in range(0, 60, 7):
         rows = np.arange(begin, min(begin + 7, 60))

@@ -9,8 +9,10 @@ import socket
 import struct
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from test_serve import Start, labels, picture, post, start, until
@@ -96,3 +98,23 @@ def test_broken_http_never_hurts(start: Start) -> None:
                 assert status in raw.recv(4096).split(b"\r\n")[0]
     until(lambda: server.service.taken == 0)
     assert labels(server.send(picture(6, 1))) == [6]
+
+
+def test_slow_clients_do_not_hold_up_others(start: Start) -> None:
+    server = start(queue=4)
+    head = b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 900\r\n\r\n{"
+    with ExitStack() as open_:
+        for _ in range(50):
+            slow = open_.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=5))
+            slow.sendall(head)
+        until(lambda: server.service._buffer.held == 50)
+        assert labels(server.send(*[picture(6, 1)] * 4)) == [6] * 4
+    until(lambda: server.service._buffer.held == 0)
+
+
+def test_a_body_that_never_comes_is_408(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offramp.serve.intake.READ_S", 0.1)
+    server = start()
+    with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
+        raw.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        assert b"408" in raw.recv(4096).split(b"\r\n")[0]

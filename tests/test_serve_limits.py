@@ -106,6 +106,13 @@ def test_a_full_queue_is_503_and_comes_back(start: Start) -> None:
     assert "2 images" in sentence(server.send(*[picture(3, 1)] * 3), 413)  # never more than an empty queue holds
 
 
+def test_bodies_in_memory_are_bounded(start: Start) -> None:
+    server = start(max_bytes=3000)
+    server.service._buffer.most = 1000
+    sentence(server.send(b"x" * 2000), 503)
+    assert labels(server.send(picture(1, 1))) == [1] and server.service._buffer.held == 0
+
+
 def test_half_a_queue_full_lowers_the_last_exit(start: Start) -> None:
     server = start(queue=4, reveal_exit=True)
     server.engine.open[1].clear()
@@ -161,9 +168,10 @@ def test_clients_are_told_apart_and_forgotten(monkeypatch: pytest.MonkeyPatch) -
         clients.bucket(name)
     assert len(clients) == 3 and clients.bucket("a") is not first
     assert Clients(None).bucket("a") is None
-    assert client_name("2001:db8::1", {}, False) == client_name("2001:db8::ffff", {}, False) == "2001:db8::/64"
-    assert client_name("::ffff:1.2.3.4", {}, False) == "1.2.3.4"
-    assert client_name(None, {"x-forwarded-for": "junk" * 100}, True) == ("junk" * 16)
+    assert client_name("2001:db8::1") == client_name("2001:db8::ffff") == "2001:db8::/64"
+    assert client_name("::ffff:1.2.3.4") == "1.2.3.4"
+    assert client_name("9.9.9.9", ["1.1.1.1, 2.2.2.2", "3.3.3.3"]) == "3.3.3.3"
+    assert client_name(None, ["junk" * 100]) == ("junk" * 16)
 
 
 def test_limits_of_a_request_force_answers_out(start: Start) -> None:

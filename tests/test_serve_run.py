@@ -1,4 +1,4 @@
-"""Running a server to its end: ports, signals, and a load test of it."""
+"""Running a server to its end: ports, signals, its schema, and a load test of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,6 +30,18 @@ def test_a_port_that_is_taken_is_a_sentence() -> None:
             listen("127.0.0.1", port)
 
 
+def test_the_schema_is_there_and_nothing_that_loads_from_elsewhere(start: Start) -> None:
+    http = start().http
+    schema = http.get("/openapi.json").json()
+    assert set(schema["paths"]) == {"/predict", "/shares", "/metrics", "/healthz"}
+    body = schema["paths"]["/predict"]["post"]["requestBody"]["content"]
+    assert set(body) == {"multipart/form-data", "application/json"}
+    assert http.get("/docs").status_code == http.get("/redoc").status_code == 404
+    page = http.get("/")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    assert "unsafe" not in page.headers["content-security-policy"]
+
+
 def test_a_load_test_counts_and_checks(start: Start) -> None:
     server = start(delay_s=0.002, queue=24, overload_exit=3)
     images = [picture(label, 1 + label % 3) for label in range(10)]
@@ -42,7 +55,6 @@ def test_a_load_test_counts_and_checks(start: Start) -> None:
 
 
 DRAINING = """
-import sys
 from offramp.serve import ServeConfig, create_app
 from offramp.serve.run import run_app
 from test_serve import FakeEngine, make_bundle
@@ -50,21 +62,27 @@ run_app(create_app(make_bundle(FakeEngine(0.4)), ServeConfig()), port=0)
 """
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_stops_taking_and_finishes_what_is_inside(signum: int) -> None:
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[str]]:
     path = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
     with subprocess.Popen([sys.executable, "-c", DRAINING], stdout=subprocess.PIPE, text=True, env=path) as process:
-        assert process.stdout is not None
-        said = process.stdout.readline()
-        url = re.search(r"http://\S+", said)
-        assert url is not None, said
-        with ThreadPoolExecutor(1) as other, httpx.Client(base_url=url.group(), timeout=20, trust_env=False) as http:
-            hard = other.submit(http.post, "/predict", files={"images": picture(7, 3)})
-            with httpx.Client(base_url=url.group(), trust_env=False) as second:
-                until(lambda: "offramp_queue_images 1.0" in second.get("/metrics").text)
-            process.send_signal(signum)
-            assert labels(hard.result(20)) == [7]
-            assert process.wait(20) == 0
-            assert process.stdout.read() == "stopped\n"
-            with pytest.raises(httpx.ConnectError):
-                http.get("/healthz")
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_stops_taking_and_finishes_what_is_inside(signum: int, process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    said = process.stdout.readline()
+    url = re.search(r"http://\S+", said)
+    assert url is not None, said
+    with ThreadPoolExecutor(1) as other, httpx.Client(base_url=url.group(), timeout=20, trust_env=False) as http:
+        hard = other.submit(http.post, "/predict", files={"images": picture(7, 3)})
+        with httpx.Client(base_url=url.group(), trust_env=False) as second:
+            until(lambda: "offramp_queue_images 1.0" in second.get("/metrics").text)
+        process.send_signal(signum)
+        assert labels(hard.result(20)) == [7]
+        assert process.wait(20) == 0
+        assert process.stdout.read() == "stopped\n"
+        with pytest.raises(httpx.ConnectError):
+            http.get("/healthz")

@@ -11,6 +11,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from offramp.runtime import Engine, Packing, Runtime, State
 from offramp.shares import exit_counts
 from offramp.tables import Table
 
-POOLED_BATCHES = 24  # through the pool, of which the first and last are not full
+POOLED_BATCHES = 16  # through the pool to fill it, and as many again to time it
+WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ class Planned:
         self.plan = np.zeros(0, np.int64)
         self._now = self.plan
 
+    def active(self) -> AbstractContextManager[Any]:
+        return self.engine.active()
+
     def begin(self, images: np.ndarray) -> State:
         return (self.plan, *self.engine.begin(images))
 
@@ -80,8 +85,10 @@ class Planned:
     def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
         raise NotImplementedError
 
-    def keep(self, state: State) -> State:
-        return (state[0], *self.engine.keep(tuple(state[1:])))
+    def keep(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
+        inner, kept = self.engine.keep(tuple(state[1:]), rows)
+        plan = state[0] if len(kept) and inner[0] is state[1] else state[0][rows]
+        return (plan, *inner), kept
 
 
 def plan_exits(samples: int, shares: Sequence[float], seed: int) -> np.ndarray:
@@ -132,10 +139,11 @@ def _all_stages(engine: Engine) -> Callable[[np.ndarray], Any]:
     """All stages one after the other: what a bundle of graphs offers as the whole network, inner heads included."""
 
     def run(images: np.ndarray) -> Any:
-        state = engine.begin(images)
-        for k in range(1, engine.num_exits + 1):
-            logits, state = engine.run(k, state)
-        return engine.judge(engine.num_exits, logits)
+        with engine.active():
+            state = engine.begin(images)
+            for k in range(1, engine.num_exits + 1):
+                logits, state = engine.run(k, state)
+            return engine.judge(engine.num_exits, logits)
 
     return run
 
@@ -229,8 +237,9 @@ def bench_infer(
     with progress("timing", len(batches) * len(shares), silent=silent) as bar:
         for batch in batches:
             clock = _Clock(subject, batch, repeats)
-            for k in range(1, exits + 1):
-                stage_ms[str(k)][str(batch)] = clock.stage(k, batch)
+            with subject.engine.active():
+                for k in range(1, exits + 1):
+                    stage_ms[str(k)][str(batch)] = median_ms(clock.stage(k, batch), repeats)
             for name, own in shares.items():
                 bar.show(f"batch {batch}, {name}")
                 rows.append(_row(clock, name, own, packing))
@@ -239,30 +248,33 @@ def bench_infer(
 
 
 class _Clock:
-    """Times stages and the whole network at one batch size; a size is timed once."""
+    """Times stages and the whole network at one batch size."""
 
     def __init__(self, subject: Subject, batch: int, repeats: int) -> None:
-        self.engine, self.batch, self.repeats, self.subject = subject.engine, batch, repeats, subject
+        self.engine, self.batch, self.repeats, self.whole = subject.engine, batch, repeats, subject.whole
         draw = np.random.default_rng(0)
         self.images = draw.normal(size=(batch, *subject.shape)).astype(np.float32)
-        self._states: dict[int, State] = {}
-        self._known: dict[tuple[int, int], float] = {}
-        self.whole = median_ms(lambda: subject.whole(self.images), repeats)
+        self._states: dict[tuple[int, int], State] = {}
 
-    def stage(self, k: int, size: int) -> float:
-        """Milliseconds of stage k on `size` samples, the answer on the host included."""
-        if (k, size) not in self._known:
-            state = self._before(k)
-            own = state if size == self.batch else self.engine.keep(self.engine.gather(k, [(state, np.arange(size))]))
-            self._known[k, size] = median_ms(lambda: self.engine.judge(k, self.engine.run(k, own)[0]), self.repeats)
-        return self._known[k, size]
+    def stage(self, k: int, size: int) -> Callable[[], Any]:
+        """Stage k on `size` samples, from the state before it to the answer on the host."""
+        engine, images = self.engine, self.images[:size]
+        if k == 1:  # its state is the images, which must first get to the device
+            return lambda: engine.judge(1, engine.run(1, engine.begin(images))[0])
+        state = self._before(k, size)
+        return lambda: engine.judge(k, engine.run(k, state)[0])
 
-    def _before(self, k: int) -> State:
-        if k == 1:
-            return self.engine.begin(self.images)
-        if k not in self._states:
-            self._states[k] = self.engine.keep(self.engine.run(k - 1, self._before(k - 1))[1])
-        return self._states[k]
+    def _before(self, k: int, size: int) -> State:
+        """The state before stage k, packed as it would be, in memory of its own."""
+        if (k, size) not in self._states:
+            if size < self.batch:
+                state = self.engine.gather(k, [(self._before(k, self.batch), np.arange(size))])
+            elif k == 1:
+                state = self.engine.begin(self.images)
+            else:
+                state = self.engine.run(k - 1, self._before(k - 1, size))[1]
+            self._states[k, size] = self.engine.keep(state, np.arange(size))[0]
+        return self._states[k, size]
 
 
 def median_ms(action: Callable[[], Any], repeats: int) -> float:
@@ -280,43 +292,55 @@ def timed_ms(action: Callable[[], Any]) -> float:
 
 
 def _row(clock: _Clock, name: str, shares: Sequence[float], packing: Packing | None) -> InferBench:
+    """Ours, the ideal and the whole network by turns, so that a busy moment hits all of them."""
     batch, exits = clock.batch, len(shares)
     planned = Planned(clock.engine)
-    never = Policy("planned", None, (0.5,) * (exits - 1), 0.0, tuple(shares), 0.0)
-    runtime = Runtime(planned, never, (1,) * exits, packing)
+    policy = Policy("planned", None, (0.5,) * (exits - 1), 0.0, tuple(shares), 0.0)
+    runtime = Runtime(planned, policy, (1,) * exits, packing)
     calls = max(clock.repeats, 64 // batch)
-    plans = plan_exits(batch * calls, shares, 0).reshape(calls, batch)
-    if batch >= 32:  # large batches all have the same shares, as they would in the mean
-        plans = np.stack([np.random.default_rng(c).permutation(plan_exits(batch, shares, 0)) for c in range(calls)])
-    times, ideal = [], 0.0
-    for plan in (*plans[:2], *plans):
+    wholes, ideals, own = [], [], []
+    for at, plan in enumerate(_plans(batch, calls + WARM_UP, shares)):
         planned.plan = plan
-        times.append(timed_ms(lambda: runtime(clock.images)))
-    for plan in plans:
         sizes = [int((plan >= k).sum()) for k in range(1, exits + 1)]
-        ideal += sum(clock.stage(k, size) for k, size in enumerate(sizes, 1) if size) / calls
-    own = times[2:]
-    ours = float(np.median(own)) if batch >= 32 else float(np.mean(own))
-    pooled = _pooled_ms(clock, planned, never, shares)
-    full = sum(clock.stage(k, batch) * float(sum(shares[k - 1 :])) for k in range(1, exits + 1)) / batch
-    p50, p95, p99 = (float(np.percentile(own, p)) for p in (50, 95, 99))
+        with clock.engine.active():
+            stages = [clock.stage(k, size) for k, size in enumerate(sizes, 1) if size]
+            ideals.append(sum(timed_ms(stage) for stage in stages))
+        own.append(timed_ms(lambda: runtime(clock.images)))
+        if at < clock.repeats + WARM_UP:
+            wholes.append(timed_ms(lambda: clock.whole(clock.images)))
+    middle = np.median if batch >= 32 else np.mean  # small batches differ in what they have to do
+    whole, ideal, ours = (float(middle(times[WARM_UP:])) for times in (wholes, ideals, own))
+    pooled, full = _pooled_ms(clock, planned, policy, shares)
+    p50, p95, p99 = (float(np.percentile(own[WARM_UP:], p)) for p in (50, 95, 99))
     return InferBench(
-        batch, name, clock.whole, ideal, ours, p50, p95, p99, 1e3 * batch / ours, clock.whole / ours, ideal / ours,
-        1e3 / pooled, clock.whole / batch / pooled, full / pooled,
+        batch, name, whole, ideal, ours, p50, p95, p99, 1e3 * batch / ours, whole / ours, ideal / ours,
+        1e3 / pooled, whole / batch / pooled, full / pooled,
     )  # fmt: skip
 
 
-def _pooled_ms(clock: _Clock, planned: Planned, policy: Policy, shares: Sequence[float]) -> float:
-    """Milliseconds per image of a stream whose survivors are pooled, from when the pool is filled on."""
+def _plans(batch: int, calls: int, shares: Sequence[float]) -> np.ndarray:
+    """Who leaves where in each call; large batches all have the shares they would have in the mean."""
+    if batch < 32:
+        return plan_exits(batch * calls, shares, 0).reshape(calls, batch)
+    return np.stack([plan_exits(batch, shares, seed) for seed in range(calls)])
+
+
+def _pooled_ms(clock: _Clock, planned: Planned, policy: Policy, shares: Sequence[float]) -> tuple[float, float]:
+    """Milliseconds per image of a stream whose survivors are pooled, once the pool is filled, and of its ideal."""
     exits, batch = len(shares), clock.batch
     pool = Pool(planned, policy, batch, wait_s=60.0)
     plans = plan_exits(batch * POOLED_BATCHES * 2, shares, 1).reshape(2 * POOLED_BATCHES, batch)
-    left, began = 0, 0.0
+    left, spent, stages = 0, 0.0, []
     for at, plan in enumerate(plans):
-        if at == POOLED_BATCHES:  # the pool is in its steady state
-            left, began = 0, time.perf_counter()
+        began = time.perf_counter()
         planned.plan = plan
         pool.add(clock.images, [Ticket(None, exits) for _ in range(batch)])
+        count = 0
         while pool.ready():
-            left += len(pool.work())
-    return 1e3 * (time.perf_counter() - began) / max(left, 1)
+            count += len(pool.work())
+        if at >= POOLED_BATCHES:  # the pool is in its steady state
+            left, spent = left + count, spent + time.perf_counter() - began
+            with clock.engine.active():
+                stages.append([timed_ms(clock.stage(k, batch)) for k in range(1, exits + 1)])
+    reaching = np.cumsum(np.asarray(shares)[::-1])[::-1]
+    return 1e3 * spent / max(left, 1), float(np.median(stages, axis=0) @ reaching) / batch

@@ -227,8 +227,10 @@ def compare_golden(engine: Engine, images: np.ndarray, expected: np.ndarray, sou
 
 def all_logits(engine: Engine, images: np.ndarray) -> np.ndarray:
     """The logits of every exit, [K, n, C], with nobody leaving."""
-    state, found = engine.begin(images), []
-    for k in range(1, engine.num_exits + 1):
-        logits, state = engine.logits(k, state)
-        found.append(logits)
+    found = []
+    with engine.active():
+        state = engine.begin(images)
+        for k in range(1, engine.num_exits + 1):
+            logits, state = engine.logits(k, state)
+            found.append(logits)
     return np.stack(found)

@@ -247,6 +247,36 @@ def export(
     _say(f"bundle: {path} ({format}, {size:.1f} MB), equal to its golden outputs\nnext: offramp predict {path} IMAGES")
 
 
+@app.command("serve")
+def serve_command(
+    bundle: Annotated[Path, typer.Argument(help="A bundle folder.")],
+    host: Annotated[str, typer.Option(help="Address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port; 0 takes any that is free.")] = 8000,
+    batch: Annotated[int, typer.Option(help="Images that a stage runs together at most.")] = 64,
+    wait_ms: Annotated[float, typer.Option(help="How long an image may wait for a fuller batch.")] = 2.0,
+    queue: Annotated[int, typer.Option(help="Images inside at most; more are answered 503.")] = 256,
+    max_bytes: Annotated[int, typer.Option(help="Size of a request's body at most.")] = 10_000_000,
+    max_images: Annotated[int, typer.Option(help="Images in a request at most.")] = 64,
+    client_mul_adds_per_s: Annotated[
+        str | None, typer.Option(help="Compute that one client may use, for example 2G.", metavar="COUNT")
+    ] = None,
+    overload_exit: Annotated[int | None, typer.Option(help="The last exit while over half the queue is taken.")] = None,
+    deadline_ms: Annotated[float | None, typer.Option(help="For requests that bring none of their own.")] = None,
+    reveal_exit: Annotated[bool, typer.Option(help="Say in answers which exit was taken.")] = False,
+    trust_forwarded: Annotated[bool, typer.Option(help="A proxy in front names the client.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Answer images over HTTP: POST /predict, a page on /, /metrics; Ctrl-C finishes what is inside and stops."""
+    from offramp.console import parse_count
+    from offramp.serve import ServeConfig, serve
+
+    ceiling = None if client_mul_adds_per_s is None else parse_count(client_mul_adds_per_s, "--client-mul-adds-per-s")
+    config = ServeConfig(
+        batch, wait_ms, queue, max_bytes, max_images, ceiling, overload_exit, reveal_exit, deadline_ms, trust_forwarded
+    )
+    serve(bundle, host, port, config, device)
+
+
 @app.command("fit")
 def fit_command(
     source: Annotated[str, typer.Argument(help="A folder with a folder of images per class, or a recipe.")],

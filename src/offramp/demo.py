@@ -1,17 +1,26 @@
-"""The demo: train a small network on the embedded digits, with and without learned weights; compare and report."""
+"""The demo: train a small network on the embedded digits, with and without learned weights; compare, report, run."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
+from PIL import Image
+
+from offramp.bench_infer import median_ms
+from offramp.bundle import load_bundle
+from offramp.calibrate import calibrate_run
 from offramp.config import load_recipe
 from offramp.console import console, print_table
+from offramp.engines.torch_engine import TorchEngine, whole_network
 from offramp.evaluate import evaluate_run
-from offramp.outputs import EvalSummary
+from offramp.export import export_run
+from offramp.outputs import EvalSummary, read_outputs
+from offramp.predict import predict, result_table
 from offramp.report.write import write_report
 from offramp.train import train_run
 
+HANDFUL = 8
 RECIPES = {"baseline": "digits-baseline", "learned": "digits-learned"}
 
 
@@ -27,6 +36,7 @@ def run_demo(out: Path, device: str) -> Path:
         summaries[name] = evaluate_run(run, device=device)
     print_table(*comparison(summaries["baseline"], summaries["learned"]))
     report = write_report([folder / name for name in RECIPES], folder / "report.html")
+    run_bundle(folder)
     say(
         f"done in {time.monotonic() - began:.0f} s\n"
         f"run folders (config, metrics, weights, saved logits): {folder}/baseline  {folder}/learned\n"
@@ -34,6 +44,30 @@ def run_demo(out: Path, device: str) -> Path:
         f"The report, to be opened in a browser: {report.page}"
     )
     return folder
+
+
+def run_bundle(folder: Path) -> None:
+    """Export the learned network, answer a handful of test images with it, and time it against the whole network."""
+    run = folder / "learned"
+    calibrate_run(run)
+    bundle = load_bundle(export_run(run, folder / "bundle"), device="cpu")
+    images = read_outputs(run, "test").thumbs
+    assert images is not None
+    paths = [folder / "images" / f"{at:02d}.png" for at in range(HANDFUL)]
+    paths[0].parent.mkdir()
+    for path, image in zip(paths, images, strict=False):
+        Image.fromarray(image).save(path)
+    print_table(*result_table(predict(bundle, [str(path) for path in paths]).rows))
+    ready = bundle.prepare(images)
+    assert isinstance(bundle.engine, TorchEngine)
+    runtime, whole = bundle.runtime(), whole_network(bundle.engine)
+    ours, theirs = median_ms(lambda: runtime(ready), 5), median_ms(lambda: whole(ready), 5)
+    saved = 1 - runtime(ready).mul_adds.mean() / bundle.costs[-1]
+    say(
+        f"bundle: {folder / 'bundle'}\n"
+        f"{len(ready)} test images in one batch: {theirs:.0f} ms for the whole network, {ours:.0f} ms leaving early: "
+        f"{theirs / ours:.2f} times as fast, with {100 * saved:.0f} % of the mul-adds skipped\n"
+    )
 
 
 def comparison(baseline: EvalSummary, learned: EvalSummary) -> tuple[str, list[str], list[list[str]]]:

@@ -12,6 +12,14 @@ _EXTRA_OF = {
     "sklearn": "train",
     "tensorboard": "train",
     "matplotlib": "report",
+    "onnxruntime": "onnx",
+    "onnx": "onnx",
+    "onnxscript": "onnx",
+    "fastapi": "serve",
+    "uvicorn": "serve",
+    "prometheus_client": "serve",
+    "python_multipart": "serve",
+    "pydantic": "serve",
 }
 
 

@@ -15,7 +15,13 @@ import numpy as np
 from PIL import Image, ImageOps
 
 MAX_PIXELS = 100_000_000  # of one image; more is taken for an attack
+LONGEST = 20  # times the shorter side; what is longer is cut to its middle before it is resized
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # some others would start programs
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"}
+
+
+# Pillow warns of broken metadata, and of sizes that are checked here; a filter per call would not be safe in threads
+warnings.filterwarnings("ignore", module=r"PIL\..*")
 
 
 class UnreadableImage(ValueError):
@@ -25,12 +31,10 @@ class UnreadableImage(ValueError):
 def read_image(source: str | Path | bytes) -> Image.Image:
     """The image as RGB, turned as its EXIF tag says; anything else is an `UnreadableImage` that says why."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns of broken metadata and of sizes checked below
-            with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
-                if image.width * image.height > MAX_PIXELS:
-                    raise UnreadableImage(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
-                return _on_white(ImageOps.exif_transpose(image))
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise UnreadableImage(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
+            return _on_white(ImageOps.exif_transpose(image))
     except UnreadableImage:
         raise
     except FileNotFoundError as error:
@@ -51,6 +55,13 @@ def _on_white(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
+def _not_too_long(image: Image.Image) -> Image.Image:
+    """The middle of a very long image: resized whole, a line of pixels would become gigabytes."""
+    most = LONGEST * min(image.size)
+    left, top = (max(0, (side - most) // 2) for side in image.size)
+    return image.crop((left, top, image.width - left, image.height - top)) if left or top else image
+
+
 @dataclass(frozen=True)
 class Preprocessing:
     """Resize the shorter side to `resize`, take the centre of `size` x `size`, normalise each channel."""
@@ -62,6 +73,7 @@ class Preprocessing:
 
     def cut(self, image: Image.Image) -> np.ndarray:
         """uint8 [3, size, size] of an image of any size."""
+        image = _not_too_long(image)
         width, height = image.size
         short, long = min(width, height), max(width, height)
         if short != self.resize:

@@ -6,9 +6,10 @@ pool from files, the server from requests; each sample is answered the moment it
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,10 +54,20 @@ class _Part:
 class Pool:
     """Queues before each stage, and the rule that says which of them runs next."""
 
-    def __init__(self, engine: Engine, policy: Policy, batch: int, wait_s: float) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        policy: Policy,
+        batch: int,
+        wait_s: float,
+        patience_s: float = math.inf,
+        guesses: bool = False,
+    ) -> None:
         if batch < 1:
             raise ValueError(f"batch must be 1 or more, got {batch}")
         self.engine, self.policy, self.batch, self.wait_s = engine, policy, batch, wait_s
+        self.patience_s = patience_s  # who has waited so long goes before any full batch
+        self.guesses = guesses  # whether tickets note what every exit said
         self.queues: list[deque[_Part]] = [deque() for _ in range(engine.num_exits)]
         self.counts = [0] * engine.num_exits
 
@@ -68,7 +79,9 @@ class Pool:
     def add(self, images: np.ndarray, tickets: Sequence[Ticket]) -> None:
         """Normalised images [n, 3, h, w], with a ticket each."""
         assert len(images) == len(tickets)
-        part = _Part(self.engine.begin(images), np.arange(len(images)), list(tickets), time.perf_counter())
+        with self.engine.active():
+            state = self.engine.begin(images)
+        part = _Part(state, np.arange(len(images)), list(tickets), time.perf_counter())
         self._enqueue(0, part)
 
     def ready(self, flush: bool = False) -> bool:
@@ -78,14 +91,29 @@ class Pool:
     def work(self, flush: bool = False) -> list[Left]:
         """Run one stage on one batch, if one should run; whoever leaves there. With `flush` nobody waits."""
         at = self._next(flush)
-        return [] if at is None else self._run(at)
+        if at is None:
+            return []
+        with self.engine.active():
+            return self._run(at)
+
+    def due_in(self) -> float:
+        """Seconds until somebody has waited long enough for a full batch."""
+        since = min(queue[0].since for queue in self.queues if queue)
+        return max(0.0, since + self.wait_s - time.perf_counter())
+
+    def tickets(self) -> Iterator[Ticket]:
+        """Whoever waits at any stage."""
+        return (ticket for queue in self.queues for part in queue for ticket in part.tickets)
 
     def _next(self, flush: bool) -> int | None:
-        """The deepest full stage; else the deepest where somebody has waited long enough."""
+        """The stage of whoever lost patience; else the deepest full one; else the deepest with a long enough wait."""
+        now = time.perf_counter()
+        heads = [(queue[0].since, at) for at, queue in enumerate(self.queues) if queue]
+        if heads and now - min(heads)[0] >= self.patience_s:
+            return min(heads)[1]
         for at in reversed(range(len(self.queues))):
             if self.counts[at] >= self.batch:
                 return at
-        now = time.perf_counter()
         for at in reversed(range(len(self.queues))):
             if self.counts[at] and (flush or now - self.queues[at][0].since >= self.wait_s):
                 return at
@@ -99,29 +127,29 @@ class Pool:
         state = self.engine.gather(at + 1, [(part.state, part.rows) for part in parts])
         logits, state = self.engine.run(at + 1, state)
         confidences, labels = self.engine.judge(at + 1, logits)
-        left, staying = self._judge(at, tickets, confidences, labels)
-        if staying:
-            rows = np.array(staying)
-            part = _Part(self.engine.keep(state), rows, [tickets[row] for row in staying], time.perf_counter())
+        leaves, confident = self._leaves(at, tickets, confidences)
+        if self.guesses:
+            for ticket, label, sure in zip(tickets, labels.tolist(), confidences.tolist(), strict=True):
+                ticket.guesses.append((label, sure))
+        rows = np.flatnonzero(~leaves)
+        if len(rows):
+            kept, places = self.engine.keep(state, rows)
+            part = _Part(kept, places, [tickets[row] for row in rows.tolist()], time.perf_counter())
             self._enqueue(at + 1, part)
-        return left
+        return [
+            Left(tickets[row], int(labels[row]), float(confidences[row]), at + 1, not confident[row])
+            for row in np.flatnonzero(leaves).tolist()
+        ]
 
-    def _judge(
-        self, at: int, tickets: list[Ticket], confidences: np.ndarray, labels: np.ndarray
-    ) -> tuple[list[Left], list[int]]:
-        left, staying, now = [], [], time.perf_counter()
-        final = at == len(self.queues) - 1
-        threshold = np.float32(0 if final else self.policy.thresholds[at])
-        for row, ticket in enumerate(tickets):
-            sure, label = float(confidences[row]), int(labels[row])
-            ticket.guesses.append((label, sure))
-            confident = final or bool(confidences[row] >= threshold)
-            late = ticket.deadline is not None and now >= ticket.deadline
-            if confident or at + 1 >= ticket.max_exit or late:
-                left.append(Left(ticket, label, sure, at + 1, not confident))
-            elif not ticket.cancelled:
-                staying.append(row)
-        return left, staying
+    def _leaves(self, at: int, tickets: list[Ticket], confidences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Who leaves after stage `at` (from 0), and who of them because the exit is confident."""
+        if at == len(self.queues) - 1:
+            everybody = np.ones(len(tickets), bool)
+            return everybody, everybody
+        confident = confidences >= np.float32(self.policy.thresholds[at])
+        now = time.perf_counter()
+        forced = [t.max_exit <= at + 1 or (t.deadline is not None and now >= t.deadline) for t in tickets]
+        return confident | np.array(forced), confident
 
     def _enqueue(self, at: int, part: _Part) -> None:
         self.queues[at].append(part)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,6 +23,9 @@ class Engine(Protocol):
     """K stages that can be run one at a time, and the two things done between them."""
 
     num_exits: int
+
+    def active(self) -> AbstractContextManager[Any]:
+        """What must surround all other calls; entered once for many of them."""
 
     def begin(self, images: np.ndarray) -> State:
         """The state before stage 1, from normalised images [n, 3, h, w]."""
@@ -38,8 +42,8 @@ class Engine(Protocol):
     def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
         """Run stage k for its plain logits on the host, to compare engines."""
 
-    def keep(self, state: State) -> State:
-        """A state that later calls of `run` leave alone."""
+    def keep(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
+        """Some rows of a state for later: a state that `run` leaves alone, and which of its rows they are."""
 
 
 class Packing(Protocol):
@@ -81,8 +85,12 @@ class Runtime:
         until = None if deadline_ms is None else time.perf_counter() + deadline_ms / 1e3
         last = ceiling(self.costs, max_exit, max_mul_adds)
         result = ExitResult.empty(len(images))
-        if not len(images):
-            return result
+        if len(images):
+            with self.engine.active():
+                self._walk(images, last, until, result)
+        return result
+
+    def _walk(self, images: np.ndarray, last: int, until: float | None, result: ExitResult) -> None:
         state = self.engine.begin(images)
         inside = np.arange(len(images))  # which sample each row of the state is
         going = np.ones(len(images), bool)  # whether that row still waits for its answer
@@ -102,7 +110,6 @@ class Runtime:
             if staying < len(going) and self.packing.worth_it(k, len(going), staying):
                 rows = np.flatnonzero(going)
                 state, inside, going = self.engine.gather(k + 1, [(state, rows)]), inside[rows], np.ones(staying, bool)
-        return result
 
     def _confident(self, k: int, confidences: np.ndarray) -> np.ndarray:
         """Who may leave at exit k; at the last one everybody. Not a number is never confident."""

@@ -5,7 +5,10 @@ Graph k takes `state_0`, `state_1`, ... and gives `logits` and `next_0`, `next_1
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,22 @@ import numpy as np
 from offramp.confidence import confidences
 
 State = tuple[Any, ...]
+
+
+@cache
+def _share_threads(threads: int | None) -> bool:
+    """Give all sessions of this process one set of threads.
+
+    Each session would bring its own, which spin for a while after a stage and take the cores from the next.
+    The number can be set once per process, before the first session.
+    """
+    import onnxruntime as ort
+
+    try:
+        ort.set_global_thread_pool_sizes(threads or os.cpu_count() or 1, 1)
+    except Exception:  # an older version, or somebody else has begun to use it
+        return False
+    return True
 
 
 class OnnxEngine:
@@ -30,13 +49,17 @@ class OnnxEngine:
 
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        if threads is not None:
+        options.use_per_session_threads = not _share_threads(threads)
+        if options.use_per_session_threads and threads is not None:
             options.intra_op_num_threads = threads
         sources = [s if isinstance(s, bytes) else str(s) for s in stages]
         self.sessions = [ort.InferenceSession(s, options, providers=["CPUExecutionProvider"]) for s in sources]
         self.names = [[i.name for i in session.get_inputs()] for session in self.sessions]
         self.num_exits = len(self.sessions)
         self.measure, self.temperatures = measure, temperatures
+
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def begin(self, images: np.ndarray) -> State:
         return (np.ascontiguousarray(images, np.float32),)
@@ -54,11 +77,16 @@ class OnnxEngine:
             return confidences(logits[None], self.measure, own, checked=False)[0], logits.argmax(-1)
 
     def gather(self, k: int, parts: Sequence[tuple[State, np.ndarray]]) -> State:
+        count = sum(len(rows) for _, rows in parts)
         packed = []
-        for at in range(len(parts[0][0])):
-            taken = [np.take(state[at], rows, axis=0) for state, rows in parts]
-            packed.append(taken[0] if len(taken) == 1 else np.concatenate(taken))
+        for at, first in enumerate(parts[0][0]):
+            out = np.empty((count, *first.shape[1:]), first.dtype)
+            begin = 0
+            for state, rows in parts:  # `clip` lets numpy write in place; rows are always valid
+                np.take(state[at], rows, axis=0, out=out[begin : begin + len(rows)], mode="clip")
+                begin += len(rows)
+            packed.append(out)
         return tuple(packed)
 
-    def keep(self, state: State) -> State:
-        return state
+    def keep(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
+        return state, rows

@@ -6,7 +6,8 @@ these sizes launching them takes longer than running them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -59,23 +60,24 @@ class TorchEngine:
         self.measure, self.temperatures = MEASURES[measure], temperatures
         self.graphs = _Graphs(self) if graphs else None
 
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        with torch.inference_mode(), exact_float32():
+            yield
+
     def begin(self, images: np.ndarray) -> State:
-        tensor = torch.from_numpy(np.ascontiguousarray(images))
-        if self.device.type == "cuda":
-            tensor = tensor.pin_memory()
-        return (tensor.to(self.device, self.dtype, non_blocking=True, memory_format=torch.channels_last),)
+        tensor = torch.from_numpy(np.ascontiguousarray(images)).to(self.device, non_blocking=True)
+        return (tensor.to(self.dtype, memory_format=torch.channels_last),)  # turned on the device, which is faster
 
     def run(self, k: int, state: State) -> tuple[Tensor, State]:
         if self.graphs is not None and len(state[0]) <= BUCKETS[-1]:
             return self.graphs.run(k, state)
-        with torch.inference_mode(), exact_float32():
-            logits, state = self.model.step(k, state)
-            return self.verdict(k, logits), state
+        logits, state = self.model.step(k, state)
+        return self.verdict(k, logits), state
 
     def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
-        with torch.inference_mode(), exact_float32():
-            logits, state = self.model.step(k, state)
-            return logits.cpu().numpy(), state
+        logits, state = self.model.step(k, state)
+        return logits.cpu().numpy(), state
 
     def verdict(self, k: int, logits: Tensor) -> Tensor:
         """Confidences and labels as one tensor [2, n], so that one copy brings both to the host."""
@@ -88,27 +90,27 @@ class TorchEngine:
         return host[0], host[1].astype(np.int64)
 
     def gather(self, k: int, parts: Sequence[tuple[State, np.ndarray]]) -> State:
-        with torch.inference_mode():
-            rows = [self._index(rows) for _, rows in parts]
-            count = sum(map(len, rows))
-            slots = None if self.graphs is None else self.graphs.inputs(k, count, parts[0][0])
-            packed = []
-            for at in range(len(parts[0][0])):
-                first = parts[0][0][at]
-                out = _like(first, count) if slots is None else slots[at][:count]
-                begin = 0
-                for (state, _), own in zip(parts, rows, strict=True):
-                    torch.index_select(_flat(_in_order(state[at])), 0, own, out=_flat(out)[begin : begin + len(own)])
-                    begin += len(own)
-                packed.append(out)
-            return tuple(packed)
+        rows = [self._index(rows) for _, rows in parts]
+        count = sum(map(len, rows))
+        slots = None if self.graphs is None else self.graphs.inputs(k, count, parts[0][0])
+        packed = []
+        for at in range(len(parts[0][0])):
+            out = _like(parts[0][0][at], count) if slots is None else slots[at][:count]
+            begin = 0
+            for (state, _), own in zip(parts, rows, strict=True):
+                torch.index_select(_flat(_in_order(state[at])), 0, own, out=_flat(out)[begin : begin + len(own)])
+                begin += len(own)
+            packed.append(out)
+        return tuple(packed)
 
-    def keep(self, state: State) -> State:
-        return state if self.graphs is None else tuple(t.clone() for t in state)
+    def keep(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
+        if self.graphs is None:
+            return state, rows
+        index = self._index(rows)  # what a graph gave is overwritten when it runs again
+        return tuple(t.index_select(0, index) for t in state), np.arange(len(rows))
 
     def _index(self, rows: np.ndarray) -> Tensor:
-        index = torch.from_numpy(np.ascontiguousarray(rows))
-        return index if self.device.type == "cpu" else index.pin_memory().to(self.device, non_blocking=True)
+        return torch.from_numpy(np.ascontiguousarray(rows)).to(self.device, non_blocking=True)
 
 
 def _flat(tensor: Tensor) -> Tensor:
@@ -188,7 +190,7 @@ def whole_network(engine: TorchEngine) -> Callable[[np.ndarray], np.ndarray]:
     replay = _captured_whole(engine, forward) if engine.graphs is not None else forward
 
     def run(images: np.ndarray) -> np.ndarray:
-        with torch.inference_mode(), exact_float32():
+        with engine.active():
             return replay(engine.begin(images)[0]).cpu().numpy()
 
     return run

@@ -20,9 +20,10 @@ from offramp.policy import Policy
 from offramp.serve.answers import REQUEST_BODY, Answer, answer
 from offramp.serve.config import ServeConfig
 from offramp.serve.forms import Limits, first_sentence
+from offramp.serve.intake import FULL, RETRY_S
 from offramp.serve.metrics import ENOUGH, Metrics
 from offramp.serve.page import Page, build_page
-from offramp.serve.service import FULL, RETRY_S, ClientGone, Service, StageFailed
+from offramp.serve.service import ClientGone, Service, StageFailed
 
 GONE = 499  # for the metrics only: nobody is there to read it
 

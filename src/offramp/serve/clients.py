@@ -9,7 +9,7 @@ from __future__ import annotations
 import ipaddress
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 MAX_CLIENTS = 4096  # kept at a time; whoever was away longest is forgotten first
 BURST_S = 2.0  # seconds of its rate that a client who was away may use at once
@@ -61,9 +61,12 @@ class Clients:
         return len(self._buckets)
 
 
-def client_name(peer: str | None, headers: Mapping[str, str], trust_forwarded: bool) -> str:
-    """Whom to charge: the peer, or, behind a trusted proxy, the address that this proxy saw."""
-    told = headers.get("x-forwarded-for", "").split(",")[-1].strip() if trust_forwarded else ""
+def client_name(peer: str | None, forwarded: Sequence[str] = ()) -> str:
+    """Whom to charge: the peer, or the last address that a trusted proxy's X-Forwarded-For headers name.
+
+    That is the one which the proxy itself saw; those before it are whatever the client wrote.
+    """
+    told = ",".join(forwarded).split(",")[-1].strip()
     return _network(told or peer or "unknown")
 
 

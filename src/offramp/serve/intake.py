@@ -6,35 +6,68 @@ Decoding happens in threads, away from the event loop; what is no image is refus
 from __future__ import annotations
 
 import asyncio
-import io
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import numpy as np
 from fastapi import HTTPException, Request
-from PIL import Image
 
 from offramp.bundle import Bundle
-from offramp.images import MAX_PIXELS, UnreadableImage
+from offramp.images import UnreadableImage
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow's rarer decoders are not shown to strangers
+FULL = "the server is full; try again later"
+RETRY_S = 1  # after which a full server is worth another try
 READ_S = 20.0  # for a whole body to arrive
 
 
-async def read_body(request: Request, most: int) -> bytes:
-    """The body, if it has at most so many bytes, whatever it declares."""
+class Buffer:
+    """The bytes of all bodies in memory together; slow clients hold no more of it than they have sent."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.held = most, 0
+
+    def take(self, count: int) -> None:
+        if self.held + count > self.most:
+            raise full()
+        self.held += count
+
+
+def full() -> HTTPException:
+    """The refusal of a request for which there is no room now."""
+    return HTTPException(503, FULL, {"Retry-After": str(RETRY_S)})
+
+
+@asynccontextmanager
+async def body_of(request: Request, most: int, buffer: Buffer) -> AsyncIterator[bytes]:
+    """The body, if it has at most so many bytes; it fills the buffer until the block ends."""
+    body = bytearray()
+    try:
+        async with _in_time():
+            await _read(request, body, most, buffer)
+        yield bytes(body)
+    finally:
+        buffer.held -= len(body)
+
+
+@asynccontextmanager
+async def _in_time() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(READ_S):
+            yield
+    except TimeoutError as error:
+        raise HTTPException(408, f"the request did not arrive within {READ_S:.0f} s") from error
+
+
+async def _read(request: Request, body: bytearray, most: int, buffer: Buffer) -> None:
+    """Count what really comes, whatever length is declared."""
     refusal = HTTPException(413, f"a request may have at most {most:,} bytes")
     if int(request.headers.get("content-length", 0)) > most:
         raise refusal
-    body = bytearray()
-    try:
-        async with asyncio.timeout(READ_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > most:
-                    raise refusal
-    except TimeoutError as error:
-        raise HTTPException(408, f"the request did not arrive within {READ_S:.0f} s") from error
-    return bytes(body)
+    async for chunk in request.stream():
+        if len(body) + len(chunk) > most:
+            raise refusal
+        buffer.take(len(chunk))
+        body += chunk
 
 
 def decode(bundle: Bundle, images: Sequence[bytes]) -> np.ndarray:
@@ -44,20 +77,8 @@ def decode(bundle: Bundle, images: Sequence[bytes]) -> np.ndarray:
 
 def _decode(bundle: Bundle, image: bytes, number: int) -> np.ndarray:
     try:
-        _check_header(image, bundle.card.preprocessing.resize)
         return bundle.prepare([image])
     except UnreadableImage as error:
         raise HTTPException(415, f"image {number} cannot be read: {error}") from error
     except (MemoryError, ValueError, OSError) as error:
         raise HTTPException(415, f"image {number} cannot be prepared") from error
-
-
-def _check_header(image: bytes, resize: int) -> None:
-    """Refuse unusual formats, and shapes so narrow that resizing their short side would make them huge."""
-    try:
-        with Image.open(io.BytesIO(image), formats=FORMATS) as opened:
-            short, long = sorted(opened.size)
-    except Exception as error:  # Pillow's decoders raise nearly anything on a broken file
-        raise UnreadableImage(f"it is none of {', '.join(FORMATS)}, or it is damaged") from error
-    if resize * resize * long > MAX_PIXELS * max(short, 1):
-        raise UnreadableImage(f"its shape, {short} to {long}, is too narrow")

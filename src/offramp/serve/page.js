@@ -48,12 +48,13 @@
     return said;
   };
 
+  const forget = (image) => { if (image) URL.revokeObjectURL(image.src); };
   const picture = (file) => {
     const made = element("img");
     made.alt = "";
     made.src = URL.createObjectURL(file);
     made.addEventListener("load", () => { made.classList.toggle("small", made.naturalWidth < 96); });
-    made.addEventListener("error", () => { made.removeAttribute("src"); });
+    made.addEventListener("error", () => { forget(made); made.replaceWith(element("i", "blank")); });
     return made;
   };
   const show = (file) => {
@@ -62,7 +63,7 @@
     box.append(picture(file), said);
     at("results").prepend(box);
     for (const old of [...at("results").children].slice(SHOWN)) {
-      URL.revokeObjectURL(old.querySelector("img").src);
+      forget(old.querySelector("img"));
       old.remove();
     }
     return box;

@@ -20,18 +20,17 @@ from fastapi import HTTPException, Request
 
 from offramp.bundle import Bundle
 from offramp.policy import Policy
-from offramp.pool import Left, Ticket
+from offramp.pool import Left, Pool, Ticket
 from offramp.serve.clients import Bucket, Clients, client_name
 from offramp.serve.config import ServeConfig
 from offramp.serve.forms import Form, Limits, parse
-from offramp.serve.intake import decode, read_body
+from offramp.serve.intake import Buffer, body_of, decode, full
 from offramp.serve.metrics import Metrics
-from offramp.serve.worker import FairPool, Over, Worker
+from offramp.serve.worker import Over, Worker
 
-READERS = 32  # requests whose bodies are in memory at a time; the others wait with theirs unread
+BODIES = 32  # of the largest size, that fit into memory at a time
 DECODERS = min(4, os.cpu_count() or 1)
-FULL = "the server is full; try again later"
-RETRY_S = 1  # after which a full queue is worth another try
+PATIENCE_S = 0.1  # who has waited so long at a stage goes before any full batch
 LONGEST_RETRY_S = 60
 
 
@@ -72,8 +71,9 @@ class Service:
         self.taken = 0  # places in the queue
         self.clients = Clients(config.client_mul_adds_per_s)
         self.metrics = Metrics(policy.shares, lambda: self.taken)
-        self.worker = Worker(FairPool(bundle.engine, policy, config.batch, config.wait_ms / 1e3), self._tell)
-        self._readers = asyncio.Semaphore(READERS)
+        pool = Pool(bundle.engine, policy, config.batch, config.wait_ms / 1e3, PATIENCE_S, guesses=True)
+        self.worker = Worker(pool, self._tell)
+        self._buffer = Buffer(BODIES * config.max_bytes)
         self._decoders = ThreadPoolExecutor(DECODERS, "offramp-decode")
 
     @contextlib.asynccontextmanager
@@ -98,23 +98,36 @@ class Service:
     async def predict(self, request: Request, limits: Limits) -> Answers:
         """Everything between a request and its answers; refusals are HTTP exceptions."""
         arrived = time.perf_counter()
+        if not self.worker.alive:
+            raise HTTPException(503, "the server can no longer answer; it must be started again")
         bucket = self._client(request)
-        self._take(1)
-        try:
-            images, limits = await self._read(request, limits)
-            self._check_balance(bucket)
-            self._take(len(images) - 1)
-        except BaseException:
-            self.taken -= 1
-            raise
+        images, limits = await self._enter(request, limits, bucket)
         tickets = self._tickets(len(images), limits, bucket, arrived)
         self.worker.submit(images, tickets)
         left = await _first(request, tickets)
         return Answers(left, limits, any(ticket.key.limited for ticket in tickets))
 
+    async def _enter(self, request: Request, limits: Limits, bucket: Bucket | None) -> tuple[np.ndarray, Limits]:
+        """The images of a request, ready for the network, each with a place in the queue; and its limits."""
+        async with body_of(request, self.config.max_bytes, self._buffer) as body:
+            self._take(1)  # also while it waits to be decoded
+            self.worker.coming += 1
+            try:
+                kind = request.headers.get("content-type", "")
+                found = await self._loop.run_in_executor(self._decoders, self._decode, kind, body, limits)
+                self._check_balance(bucket)
+                self._take(len(found[0]) - 1)
+                return found
+            except BaseException:
+                self.taken -= 1
+                raise
+            finally:
+                self.worker.coming -= 1
+
     def _client(self, request: Request) -> Bucket | None:
         peer = request.client.host if request.client else None
-        bucket = self.clients.bucket(client_name(peer, request.headers, self.config.trust_forwarded))
+        forwarded = request.headers.getlist("x-forwarded-for") if self.config.trust_forwarded else []
+        bucket = self.clients.bucket(client_name(peer, forwarded))
         self._check_balance(bucket)
         return bucket
 
@@ -126,19 +139,8 @@ class Service:
 
     def _take(self, places: int) -> None:
         if self.taken + places > self.config.queue:
-            raise HTTPException(503, FULL, {"Retry-After": str(RETRY_S)})
+            raise full()
         self.taken += places
-
-    async def _read(self, request: Request, limits: Limits) -> tuple[np.ndarray, Limits]:
-        """The images of a request, ready for the network, and its limits."""
-        self.worker.coming += 1
-        try:
-            async with self._readers:
-                body = await read_body(request, self.config.max_bytes)
-                kind = request.headers.get("content-type", "")
-                return await self._loop.run_in_executor(self._decoders, self._decode, kind, body, limits)
-        finally:
-            self.worker.coming -= 1
 
     def _decode(self, kind: str, body: bytes, limits: Limits) -> tuple[np.ndarray, Limits]:
         form: Form = parse(kind, body, self.config.most_images)

@@ -9,36 +9,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from offramp.pool import Left, Pool, Ticket
 
-PATIENCE_S = 0.1  # who has waited so long at a stage goes before any full batch
 STOP_S = 30.0  # for the images inside, once no more come
 
 log = logging.getLogger("offramp")
-
-
-class FairPool(Pool):
-    """A pool in which busy early stages cannot hold up the few who wait for a late one."""
-
-    def _next(self, flush: bool) -> int | None:
-        heads = [(queue[0].since, at) for at, queue in enumerate(self.queues) if queue]
-        if heads and time.perf_counter() - min(heads)[0] >= PATIENCE_S:
-            return min(heads)[1]
-        return super()._next(flush)
-
-    def due_in(self) -> float:
-        """Seconds until somebody has waited long enough for a full batch."""
-        since = min(queue[0].since for queue in self.queues if queue)
-        return max(0.0, since + self.wait_s - time.perf_counter())
-
-    def tickets(self) -> Iterable[Ticket]:
-        """Whoever waits at any stage."""
-        return (ticket for queue in self.queues for part in queue for ticket in part.tickets)
 
 
 @dataclass(frozen=True)
@@ -52,7 +32,7 @@ class Over:
 class Worker:
     """Runs a pool in a thread of its own and calls `tell` there with every ticket that is over."""
 
-    def __init__(self, pool: FairPool, tell: Callable[[list[Over]], None]) -> None:
+    def __init__(self, pool: Pool, tell: Callable[[list[Over]], None]) -> None:
         self.pool, self.tell = pool, tell
         self.coming = 0  # requests that are still being read; while there are none nobody needs to wait for them
         self.failures = 0
@@ -84,10 +64,16 @@ class Worker:
         self._thread.join(STOP_S)
 
     def _run(self) -> None:
-        while self._take_in():
-            self._expire()
-            if self.pool.ready(self._hurry):
-                self._step()
+        try:
+            while self._take_in():
+                self._expire()
+                if self.pool.ready(self._hurry):
+                    self._step()
+        except Exception:  # not of a stage: a mistake of our own, after which nobody must be left waiting
+            log.exception("the server can no longer answer; it must be started again")
+            with self._changed:
+                arrived = [ticket for _, own in self._arrived for ticket in own]
+            self.tell([Over(ticket, None) for ticket in [*self._inside.values(), *arrived]])
 
     @property
     def _hurry(self) -> bool:
