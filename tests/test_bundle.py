@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -188,6 +190,31 @@ def test_a_box_without_torch_runs_an_onnx_bundle(onnx_bundle: Path, images: np.n
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(out.stdout) == load_bundle(onnx_bundle)(images[:50]).exits.tolist()
+
+
+def test_http_answers_alike(bundle: Path, images: np.ndarray) -> None:
+    """What the server says is what the bundle says, sample by sample, exit by exit."""
+    from offramp.serve.bench import running
+
+    loaded = load_bundle(bundle)
+    wanted = loaded(images[:40])
+    files = []
+    for image in images[:40]:
+        data = io.BytesIO()
+        Image.fromarray(image).save(data, "PNG")
+        files.append(("images", ("image.png", data.getvalue(), "image/png")))
+    with running(bundle, loaded, "--reveal-exit") as url:
+        found = httpx.post(f"{url}/predict", files=files, timeout=30).json()["predictions"]
+    assert [one["class"] for one in found] == wanted.labels.tolist()
+    assert [one["exit"] for one in found] == wanted.exits.tolist()
+    assert [one["mul_adds"] for one in found] == wanted.mul_adds.tolist()
+
+
+def test_a_server_under_load_answers_everything_once(onnx_bundle: Path) -> None:
+    from offramp.serve.bench import bench_serve
+
+    found = bench_serve(onnx_bundle, seconds=2.0, clients=16)
+    assert found.passed, found
 
 
 def test_running_imports_nothing_of_training(torch_bundle: Path) -> None:

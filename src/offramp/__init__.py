@@ -1,4 +1,4 @@
-"""Early-exit image classifiers: train them with learned sample weights, and measure them."""
+"""Early-exit image classifiers: train them with learned sample weights, measure them, run them."""
 
 from __future__ import annotations
 

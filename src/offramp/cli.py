@@ -23,7 +23,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Early-exit image classifiers: train them and measure them.",
+    help="Early-exit image classifiers: train them, measure them, run them.",
 )
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.")]
@@ -397,6 +397,29 @@ def bench_infer_command(
     print_table(*bench_table(found))
     for line in found["packing"]:
         _say(line)
+
+
+@bench.command("serve")
+def bench_serve_command(
+    bundle: Annotated[Path, typer.Argument(help="A bundle folder.")],
+    seconds: Annotated[float, typer.Option(help="How long to load the server.")] = 30.0,
+    clients: Annotated[int, typer.Option(help="Connections, each with one request at a time.")] = 64,
+    as_json: AsJson = False,
+) -> None:
+    """Load a server on loopback until it is saturated, and check that every answer comes once and is right."""
+    from offramp.serve.bench import bench_serve
+
+    found = bench_serve(bundle, seconds, clients)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        _say(
+            f"{found.accepted:,} requests answered in {found.seconds:.0f} s by {clients} clients, "
+            f"{found.images_per_s:,.0f} images/s; p50 {found.p50_ms:.0f} ms, p95 {found.p95_ms:.0f} ms, "
+            f"p99 {found.p99_ms:.0f} ms; {found.refused:,} refused, {found.wrong} wrong, {found.failed} failed"
+        )
+    if not found.passed:
+        raise typer.Exit(1)
 
 
 def _numbers(text: str, kind: type[Any]) -> list[Any]:
