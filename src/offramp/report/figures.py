@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from offramp.metrics import reliability
 from offramp.report.drawing import INK, Panels
@@ -228,5 +229,6 @@ def _training(
             axes.plot(logs[0][0], np.mean([v for _, v in logs], 0), color=group.colour, label=group.label)
     axes.set_title(title)
     axes.set_xlabel("epoch")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if axes.get_legend_handles_labels()[0]:
         _legend(axes, "best")
