@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from browser import CHROMIUM
 from offramp.config import RunConfig, load_recipe, with_settings
 
 SMALL_NET = "model.overrides={blocks=[1, 1], base_width=4, growth=4, head_width=8}"
@@ -50,3 +52,14 @@ def image_folder(tmp_path: Path) -> Callable[..., Path]:
         return root
 
     return write
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Debian's chromium, driven by Playwright."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as tools:
+        browser = tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from browser import NEEDS_CHROMIUM, assert_tidy, opened
 from offramp.console import millions
 from offramp.policy import outcome
 from offramp.report.gather import gather
 from offramp.report.write import write_report
 from saved import COSTS, write_run
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(CHROMIUM is None, reason="no chromium here; apt-get install chromium"),
-]
+pytestmark = NEEDS_CHROMIUM
 
 
 @pytest.fixture(scope="module")
@@ -32,28 +28,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as tools:
-        browser = tools.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
 @pytest.fixture(params=[400, 1400])
 def page(request: pytest.FixtureRequest, browser: Any, folder: Path) -> Iterator[Any]:
     """The page at a phone's and a laptop's width; whatever it asks for or complains of is collected."""
-    page = browser.new_page(viewport={"width": request.param, "height": 900})
-    page.requests, page.complaints = [], []
-    page.on("request", lambda asked: page.requests.append(asked.url))
-    page.on("console", lambda said: page.complaints.append(said.text))
-    page.on("pageerror", lambda error: page.complaints.append(str(error)))
-    page.goto((folder / "report.html").as_uri())
-    page.wait_for_selector("#images .thumbs i")
-    yield page
-    page.close()
+    with opened(browser, (folder / "report.html").as_uri(), request.param) as page:
+        page.wait_for_selector("#images .thumbs i")
+        yield page
 
 
 def test_it_asks_for_nothing_and_complains_of_nothing(page: Any) -> None:
@@ -120,32 +100,14 @@ def test_images_move_with_the_budget(page: Any) -> None:
     assert first_exit() < 40
 
 
-OVERLAPS = """() => {
-  const shown = [...document.querySelectorAll("h1, h2, h3, p, figure, table, select, label, input, .numbers div, " +
-    ".exit > *, .thumbs i, th, td, summary, figcaption, footer")].filter((e) => e.getClientRects().length);
-  const bad = [];
-  for (let i = 0; i < shown.length; i++) for (let j = i + 1; j < shown.length; j++) {
-    const a = shown[i], b = shown[j];
-    if (a.contains(b) || b.contains(a)) continue;
-    const s = a.getBoundingClientRect(), t = b.getBoundingClientRect();
-    const w = Math.min(s.right, t.right) - Math.max(s.left, t.left);
-    const h = Math.min(s.bottom, t.bottom) - Math.max(s.top, t.top);
-    const clipped = [a, b].some((e) => { const c = e.closest(".scroll"); return c && !c.contains(e === a ? b : a); });
-    if (w > 1 && h > 1 && !clipped) bad.push(a.outerHTML.slice(0, 60) + " | " + b.outerHTML.slice(0, 60));
-  }
-  return bad;
-}"""
-
-CUT_OFF = """() => [...document.querySelectorAll("h1, h2, h3, p, b, span, label, select, figure svg, .thumbs i")]
-  .filter((e) => e.getClientRects().length && !e.closest(".scroll"))
-  .filter((e) => { const r = e.getBoundingClientRect(); return r.left < 0 || r.right > innerWidth + 1; })
-  .map((e) => e.outerHTML.slice(0, 80))"""
+PARTS = (
+    "h1, h2, h3, p, figure, table, select, label, input, .numbers div, .exit > *, .thumbs i, th, td, summary, "
+    "figcaption, footer"
+)
 
 
 def test_nothing_overlaps_and_nothing_is_cut_off(page: Any) -> None:
-    assert page.evaluate(OVERLAPS) == []
-    assert page.evaluate(CUT_OFF) == []
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert_tidy(page, PARTS)
     page.evaluate("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 

@@ -14,7 +14,9 @@ from PIL import Image
 
 from offramp import load_bundle, load_dataset
 from offramp.cli import main
+from offramp.packing import MeasuredPacking
 from offramp.predict import expand, predict
+from offramp.runtime import AlwaysPack
 
 pytest_plugins = ["bundles"]
 
@@ -132,6 +134,8 @@ def test_exporting_on_the_command_line(
 def test_timing_a_bundle_and_a_model(
     torch_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert isinstance(load_bundle(torch_bundle).runtime().packing, AlwaysPack)
     words = ["--batch", "1,8", "--q", "0.5", "--repeats", "2", "--device", "cpu"]
     assert call(monkeypatch, "bench", "infer", torch_bundle, *words, "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -140,4 +144,5 @@ def test_timing_a_bundle_and_a_model(
     assert call(monkeypatch, "bench", "infer", torch_bundle, *words) == 0
     shown = capsys.readouterr().out
     assert "packing pays" in shown
+    assert isinstance(load_bundle(torch_bundle).runtime().packing, MeasuredPacking)  # kept for later calls
     assert call(monkeypatch, "bench", "infer", torch_bundle, "--batch", "a") == 2

@@ -21,7 +21,7 @@ import numpy as np
 from offramp.bundle import MANIFEST, Bundle, load_bundle
 from offramp.choices import unknown
 from offramp.console import progress
-from offramp.packing import SIZES, measure_packing
+from offramp.packing import SIZES, measure_packing, tuned_packing
 from offramp.policy import Policy
 from offramp.pool import Pool, Ticket
 from offramp.runtime import Engine, Packing, Runtime, State
@@ -173,7 +173,9 @@ def infer_report(
     exits = subject.engine.num_exits
     shares = {f"q={q:g}": _shares(q, exits, bundle) for q in qs}
     images = np.random.default_rng(0).normal(size=(SIZES[-1], *subject.shape)).astype(np.float32)
-    packing = measure_packing(subject.engine, images)
+    packing = (
+        tuned_packing(bundle.digest, subject.engine, images) if bundle else measure_packing(subject.engine, images)
+    )
     rows, stage_ms = bench_infer(subject, batches, shares, packing, repeats, silent)
     return {
         "source": source,

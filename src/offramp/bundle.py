@@ -89,7 +89,9 @@ class Bundle:
 
     def runtime(self, policy: Policy | None = None) -> Runtime:
         """The network under a policy, packing by the rule measured on this machine if there is one."""
-        return Runtime(self.engine, policy or self.policies.policy, self.costs, cached_packing(self.digest))
+        return Runtime(
+            self.engine, policy or self.policies.policy, self.costs, cached_packing(self.digest, self.engine)
+        )
 
     def prepare(self, images: Sequence[Any] | np.ndarray) -> np.ndarray:
         """Normalised float32 [n, 3, h, w] of paths, encoded bytes, Pillow images or uint8 arrays [n, h, w, 3]."""

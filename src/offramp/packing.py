@@ -107,24 +107,22 @@ def _median_ms(action: Callable[[], Any]) -> float:
     return float(np.median(times))
 
 
-def _cache_file(digest: str) -> Path:
+def _cache_file(digest: str, engine: Engine) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "offramp" / f"packing-{digest}-{platform.node()}-{os.cpu_count()}.json"
+    place = f"{platform.node()}-{os.cpu_count()}-{getattr(engine, 'device', 'onnx')}".replace(":", "")
+    return root / "offramp" / f"packing-{digest}-{place}.json"
 
 
-def cached_packing(digest: str) -> Packing:
-    """The rule measured for this bundle on this machine; without one, always pack."""
+def cached_packing(digest: str, engine: Engine) -> Packing:
+    """The rule measured for this bundle on this machine and device; without one, always pack."""
     try:
-        return MeasuredPacking.from_json(read_json(_cache_file(digest)))
+        return MeasuredPacking.from_json(read_json(_cache_file(digest, engine)))
     except (ValueError, KeyError, TypeError):
         return AlwaysPack()
 
 
 def tuned_packing(digest: str, engine: Engine, images: np.ndarray) -> MeasuredPacking:
-    """The cached rule, measured now if there is none."""
-    known = cached_packing(digest)
-    if isinstance(known, MeasuredPacking):
-        return known
+    """Measure the rule and keep it for later calls, on this machine, of whoever loads the same bundle."""
     found = measure_packing(engine, images)
-    write_json(_cache_file(digest), found.to_json())
+    write_json(_cache_file(digest, engine), found.to_json())
     return found

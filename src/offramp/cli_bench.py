@@ -1,0 +1,95 @@
+"""The verbs of `offramp bench`: what training, leaving early and serving take on this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offramp.cli_options import AsJson, Device, say
+from offramp.console import print_table
+
+bench = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
+
+
+@bench.command("train")
+def bench_train_command(
+    model: Annotated[str, typer.Option(help="A model's name.")] = "msdnet5",
+    batch: Annotated[int, typer.Option(help="Loader batch: two updates of half of it.")] = 64,
+    device: Device = "auto",
+    precision: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed rounds; the median counts.")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Time a training step with learned weights, by each engine, beside conventional training."""
+    from offramp.bench import bench_train
+    from offramp.device import device_name, pick_device
+
+    place = device_name(pick_device(device))
+    rows = bench_train(model, batch, device, precision, repeats, silent=as_json)
+    if as_json:
+        print(json.dumps({"model": model, "batch": batch, "device": place, "rows": [r.to_json() for r in rows]}))
+        return
+    cells = [
+        [r.name, f"{r.milliseconds:,.1f}", f"{r.images_per_s:,.0f}", f"{r.peak_mb:,.0f}", f"{r.ratio:.2f}"]
+        for r in rows
+    ]
+    title = f"{model}, loader batch {batch}, {place}"
+    print_table(title, ["step", "ms", "images/s", "peak MB", "ratio"], cells)
+
+
+@bench.command("infer")
+def bench_infer_command(
+    source: Annotated[str, typer.Argument(help="A bundle folder, or a model's name (fresh params).")],
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,64,256",
+    q: Annotated[str, typer.Option(help="The shares of exits, by the paper's q.")] = "0.5,0.75",
+    engine: Annotated[str, typer.Option(help="torch or onnx, for a model.")] = "torch",
+    device: Device = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed calls of each kind.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Time leaving early against the whole network and against the ideal.
+
+    The JSON holds stage_ms, which `offramp calibrate --budget-ms --times` reads.
+    """
+    from offramp.bench_infer import bench_table, infer_report
+
+    found = infer_report(source, _numbers(batch, int), _numbers(q, float), engine, device, repeats, silent=as_json)
+    if as_json:
+        print(json.dumps(found))
+        return
+    print_table(*bench_table(found))
+    for line in found["packing"]:
+        say(line)
+
+
+@bench.command("serve")
+def bench_serve_command(
+    bundle: Annotated[Path, typer.Argument(help="A bundle folder.")],
+    seconds: Annotated[float, typer.Option(help="How long to load the server.")] = 30.0,
+    clients: Annotated[int, typer.Option(help="Connections, each with one request at a time.")] = 64,
+    as_json: AsJson = False,
+) -> None:
+    """Load a server on loopback until it is saturated, and check that every answer comes once and is right."""
+    from offramp.serve.bench import bench_serve
+
+    found = bench_serve(bundle, seconds, clients)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        say(
+            f"{found.accepted:,} requests answered in {found.seconds:.0f} s by {clients} clients, "
+            f"{found.images_per_s:,.0f} images/s; p50 {found.p50_ms:.0f} ms, p95 {found.p95_ms:.0f} ms, "
+            f"p99 {found.p99_ms:.0f} ms; {found.refused:,} refused, {found.wrong} wrong, {found.failed} failed"
+        )
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+def _numbers(text: str, kind: type[Any]) -> list[Any]:
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a list of numbers such as 1,8,64") from error
