@@ -79,6 +79,14 @@ def test_every_kind_of_image_is_taken(bundle: Path, images: np.ndarray, tmp_path
         loaded(np.zeros((1, 3, 8, 8), np.float32))
     with pytest.raises(ValueError, match="uint8"):
         loaded(np.zeros((1, 32, 32), np.uint8))
+    for alone in (str(path), path, path.read_bytes(), Image.fromarray(images[3])):
+        with pytest.raises(ValueError, match="give a list of images"):
+            loaded(alone)
+    with pytest.raises(ValueError, match="image 2 cannot be read: it is not there"):
+        loaded([path, tmp_path / "none.png"])
+    clear = Image.new("RGBA", (32, 32), (255, 0, 0, 0))
+    clear.save(path)
+    np.testing.assert_array_equal(loaded.prepare([clear]), loaded.prepare([path]))
 
 
 def test_policies_can_be_chosen_when_running(bundle: Path, images: np.ndarray) -> None:
@@ -87,6 +95,8 @@ def test_policies_can_be_chosen_when_running(bundle: Path, images: np.ndarray) -
     dear = loaded(images, q=1.9)
     assert cheap.mul_adds.mean() < loaded(images).mul_adds.mean() < dear.mul_adds.mean()
     assert loaded(images, max_exit=1).exits.max() == 1
+    assert loaded(images, deadline_ms=0.001).exits.max() == 1
+    assert loaded.runtime() is loaded.runtime()
     with pytest.raises(ValueError, match="not for both"):
         loaded(images, budget_mul_adds=1e6, q=1.0)
     with pytest.raises(ValueError, match="below exit 1's cost"):
@@ -125,6 +135,13 @@ def rewritten(name: str, **changes: object) -> Callable[[Path], None]:
     return change
 
 
+def unnamed(folder: Path, *names: str) -> None:
+    """Leave files out of the manifest, so that nothing vouches for them."""
+    manifest = json.loads((folder / "bundle.json").read_text())
+    manifest["files"] = {name: digest for name, digest in manifest["files"].items() if name not in names}
+    (folder / "bundle.json").write_text(json.dumps(manifest))
+
+
 @pytest.mark.parametrize(
     ("words", "change"),
     [
@@ -137,6 +154,11 @@ def rewritten(name: str, **changes: object) -> Callable[[Path], None]:
         ("not the file that was exported", lambda f: (f / "golden.npz").write_bytes(b"x")),
         ("is missing", rewritten("bundle.json", files={"../../etc/passwd": "x"})),
         ("does not name model.json", rewritten("bundle.json", files={})),
+        ("does not name (model.safetensors|stage-1.onnx)", lambda f: unnamed(f, "model.safetensors", "stage-1.onnx")),
+        ("do not rise", rewritten("model.json", costs=[3, 2, 1])),
+        ("does not fit its network", rewritten("model.json", input_shape=[3, 64, 64])),
+        ("not as many", rewritten("model.json", classes=["a", "b"])),
+        ("schema 9 is not known", rewritten("model.json", schema=9)),
         ("model.json cannot be used", rewritten("model.json", preprocessing={})),
         ("for another network", rewritten("policy.json", costs=[1, 2, 3])),
         ("policy.json cannot be used", rewritten("policy.json", schema=9)),
@@ -215,6 +237,18 @@ def test_a_server_under_load_answers_everything_once(onnx_bundle: Path) -> None:
 
     found = bench_serve(onnx_bundle, seconds=2.0, clients=16)
     assert found.passed, found
+
+
+def test_other_sessions_of_the_process_are_left_alone(onnx_bundle: Path) -> None:
+    code = (
+        "import onnxruntime as ort, offramp, numpy as np\n"
+        f"path = {str(onnx_bundle)!r}\n"
+        "images = np.zeros((1, 32, 32, 3), np.uint8)\n"
+        "offramp.load_bundle(path)(images)\n"
+        "offramp.load_bundle(path, threads=1)(images)\n"
+        "ort.InferenceSession(path + '/stage-1.onnx', providers=['CPUExecutionProvider'])\n"
+    )
+    subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
 
 def test_running_imports_nothing_of_training(torch_bundle: Path) -> None:

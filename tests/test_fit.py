@@ -55,6 +55,23 @@ def test_from_a_folder_to_a_bundle_and_again(
     assert call(monkeypatch, "predict", out / "bundle", images / "val") == 0
 
 
+def test_nothing_of_anybody_elses_is_removed(
+    tmp_path: Path,
+    image_folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    images = image_folder(classes=2, train=10, val=2)
+    (tmp_path / "fitted/bundle").mkdir(parents=True)
+    (tmp_path / "fitted/bundle/precious.txt").write_text("mine")
+    assert call(monkeypatch, "fit", images, "--out", tmp_path / "fitted") == 2
+    assert "is not a bundle" in capsys.readouterr().err and (tmp_path / "fitted/bundle/precious.txt").is_file()
+    assert call(monkeypatch, "fit", images, "--out", tmp_path / "new", "--format", "onxn") == 2
+    assert "did you mean 'onnx'" in capsys.readouterr().err
+    assert call(monkeypatch, "fit", images, "--out", images / "fitted") == 2
+    assert "lies inside" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 def test_the_network_suits_the_images(tmp_path: Path, image_folder: Callable[..., Path]) -> None:
     small = configuration(str(image_folder(classes=2, train=40, val=2)))
     assert (small.model.name, small.data.image_size, small.data.name) == ("msdnet5", 32, "imagefolder")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def test_paths_are_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(expand([str(folder)])) == 31
     assert expand([str(folder / "a" / "0*.png")]) == sorted(map(str, (folder / "a").glob("0*.png")))
     assert len(expand([str(folder / "**" / "*.png")])) == 30
+    assert len(expand([str(folder / "*")])) == 31  # a glob of folders is what is in them
     monkeypatch.setattr(sys, "stdin", io.StringIO("one.png\n\n two.png \n"))
     assert expand(["-", "three.png"]) == ["one.png", "two.png", "three.png"]
     for words, said in (([str(folder / "*.xyz")], "nothing matches"), ([], "no images were given")):
@@ -80,6 +82,28 @@ def test_unreadable_images_are_named_and_the_rest_is_done(
     assert all(row["label"] and row["exit"] for row in rows if not row["error"])
     shown = capsys.readouterr().out
     assert "30 images" in shown and "2 could not be read" in shown and "of the compute saved" in shown
+
+
+def test_names_are_taken_as_they_are(
+    torch_bundle: Path,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Markup in a name is no markup, a long one is not cut, and one that is no text loses no results."""
+    source = next((folder / "a").glob("*.png")).read_bytes()
+    names = ["x[/b].png", "pic[red].png", "long" * 40 + ".png", os.fsdecode(b"\xff.png")]
+    for name in names[:3]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(source)
+    assert call(monkeypatch, "predict", torch_bundle, *(tmp_path / name for name in names[:3])) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in names[:3])
+    (tmp_path / names[3]).write_bytes(source)
+    out = tmp_path / "results.csv"
+    assert call(monkeypatch, "predict", torch_bundle, tmp_path / names[3], "--out", out) == 0
+    assert b"\xff.png" in out.read_bytes()
 
 
 def test_results_as_json_lines_and_as_a_table(
@@ -140,7 +164,7 @@ def test_timing_a_bundle_and_a_model(
     assert call(monkeypatch, "bench", "infer", torch_bundle, *words, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert set(found["stage_ms"]) == {"1", "2", "3"} and set(found["stage_ms"]["1"]) == {"1", "8"}
-    assert len(found["rows"]) == 2 and all(row["ours_ms"] > 0 and row["of_ideal"] > 0 for row in found["rows"])
+    assert len(found["rows"]) == 4 and all(row["ours_ms"] > 0 and row["of_ideal"] > 0 for row in found["rows"])
     assert call(monkeypatch, "bench", "infer", torch_bundle, *words) == 0
     shown = capsys.readouterr().out
     assert "packing pays" in shown

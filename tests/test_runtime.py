@@ -170,12 +170,26 @@ def test_ceilings_force_out_and_say_so() -> None:
 
 
 def test_a_stage_that_would_end_too_late_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(np.arange(0, 1000, 0.010))  # every look at the clock is 10 ms after the last
-    monkeypatch.setattr("offramp.runtime.time.perf_counter", lambda: float(next(clock)))
-    runtime = Runtime(Numbers(np.zeros((3, 2))), policy(0.5, 0.5), COSTS)
+    now = [0.0]
+    monkeypatch.setattr("offramp.runtime.time.perf_counter", lambda: now[0])
+    engine = Numbers(np.zeros((3, 2)))
+    plain, stage_s = engine.run, [0.010]
+
+    def slow(k: int, state: Any) -> Any:
+        now[0] += stage_s[0]
+        return plain(k, state)
+
+    engine.run = slow  # type: ignore[method-assign]
+    runtime = Runtime(engine, policy(0.5, 0.5), COSTS)
     assert runtime(numbered(2)).exits.tolist() == [3, 3]  # each stage took 10 ms
-    assert runtime(numbered(2), deadline_ms=45.0).exits.tolist() == [2, 2]
-    assert runtime(numbered(2), deadline_ms=45.0).forced.tolist() == [True, True]
+    found = runtime(numbered(2), deadline_ms=25.0)
+    assert found.exits.tolist() == [2, 2] and found.forced.tolist() == [True, True]
+    assert now[0] < 0.03 + 0.025
+    stage_s[0] = 1.0  # a slow moment
+    assert runtime(numbered(2), deadline_ms=35.0).exits.tolist() == [1, 1]
+    assert runtime(numbered(2)).exits.tolist() == [3, 3]
+    stage_s[0] = 0.010  # it is over, and is forgotten in time
+    assert any(runtime(numbered(2), deadline_ms=35.0).exits.tolist() == [3, 3] for _ in range(20))
 
 
 def test_no_images_give_no_results() -> None:

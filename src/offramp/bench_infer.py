@@ -110,7 +110,7 @@ class Subject:
 def subject_of(source: str, kind: str = "torch", device: str = "auto") -> tuple[Subject, Bundle | None]:
     """A bundle, or a network by name with fresh params on the engine asked for."""
     if (Path(source) / MANIFEST).is_file():
-        bundle = load_bundle(source, device=device)
+        bundle = load_bundle(source, device=device, own_process=True)
         whole = _whole_torch(bundle.engine) if bundle.format == "torch" else _all_stages(bundle.engine)
         return Subject(bundle.engine, whole, bundle.card.input_shape), bundle
     from offramp.device import pick_device
@@ -149,9 +149,10 @@ def _all_stages(engine: Engine) -> Callable[[np.ndarray], Any]:
 
 
 def _onnx_subject(model: Any) -> tuple[Engine, Callable[[np.ndarray], Any]]:
-    from offramp.engines.onnx_engine import OnnxEngine
+    from offramp.engines.onnx_engine import OnnxEngine, share_threads
     from offramp.export import onnx_stages, onnx_whole
 
+    share_threads()
     engine = OnnxEngine(onnx_stages(model))
     whole = OnnxEngine([onnx_whole(model)])
     return engine, lambda images: whole.judge(1, whole.run(1, whole.begin(images))[0])
@@ -167,11 +168,13 @@ def infer_report(
     silent: bool = False,
 ) -> dict[str, Any]:
     """Everything that `offramp bench infer` says, ready for JSON."""
-    if any(batch < 1 for batch in batches):
-        raise ValueError(f"batch sizes must be 1 or more, got {min(batches)}")
+    if min(*batches, repeats) < 1:
+        raise ValueError(f"batch sizes and repeats must be 1 or more, got {min(*batches, repeats)}")
     subject, bundle = subject_of(source, kind, device)
     exits = subject.engine.num_exits
-    shares = {f"q={q:g}": _shares(q, exits, bundle) for q in qs}
+    shares = dict(_shares(q, exits, bundle) for q in qs)
+    if bundle is not None:
+        shares["its policy"] = bundle.policies.policy.shares
     images = np.random.default_rng(0).normal(size=(SIZES[-1], *subject.shape)).astype(np.float32)
     packing = (
         tuned_packing(bundle.digest, subject.engine, images) if bundle else measure_packing(subject.engine, images)
@@ -187,12 +190,14 @@ def infer_report(
     }
 
 
-def _shares(q: float, exits: int, bundle: Bundle | None) -> tuple[float, ...]:
-    """q's shares; for a bundle, those of its nearest policy on the calibration split."""
-    if bundle is not None:
-        return bundle.policies.at_q(q).shares
+def _shares(q: float, exits: int, bundle: Bundle | None) -> tuple[str, tuple[float, ...]]:
+    """q and its shares; for a bundle, those of its nearest policy on the calibration split."""
     samples = 1_000_000
-    return tuple(count / samples for count in exit_counts(samples, exits, q))
+    counts = exit_counts(samples, exits, q)
+    if bundle is None:
+        return f"q={q:g}", tuple(count / samples for count in counts)
+    policy = bundle.policies.at_q(q)
+    return f"q={policy.q:g}", policy.shares
 
 
 def machine_name(engine: Any) -> str:

@@ -18,7 +18,7 @@ import numpy as np
 from PIL import Image
 
 from offramp.files import read_json
-from offramp.images import Preprocessing, read_image
+from offramp.images import Preprocessing, UnreadableImage, read_image, upright_rgb
 from offramp.packing import cached_packing
 from offramp.policy import Policies, Policy, check_budget, read_policies
 from offramp.result import ExitResult
@@ -46,7 +46,9 @@ class ModelCard:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> ModelCard:
-        return ModelCard(
+        if value["schema"] != SCHEMA:
+            raise ValueError(f"its schema {value['schema']!r} is not known to this version of offramp")
+        made = ModelCard(
             dict(value["model"]),
             str(value["schedule"]),
             tuple(map(int, value["input_shape"])),  # type: ignore[arg-type]
@@ -54,6 +56,14 @@ class ModelCard:
             tuple(map(int, value["costs"])),
             Preprocessing.from_json(value["preprocessing"]),
         )
+        size = made.preprocessing.size
+        if made.input_shape != (3, size, size) or made.preprocessing.resize > 4 * size:
+            raise ValueError("its preprocessing does not fit its network")
+        if not made.costs or made.costs[0] <= 0 or list(made.costs) != sorted(made.costs):
+            raise ValueError("its costs do not rise from exit to exit")
+        if made.classes and len(made.classes) != made.model.get("num_classes"):
+            raise ValueError("its classes are not as many as its network's")
+        return made
 
 
 def stage_file(k: int) -> str:
@@ -69,6 +79,7 @@ class Bundle:
     ) -> None:
         self.folder, self.format, self.card, self.policies, self.engine = folder, format_, card, policies, engine
         self.digest = digest
+        self._runtimes: dict[Policy, Runtime] = {}
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -88,15 +99,22 @@ class Bundle:
         return self.policies.policy if q is None else self.policies.at_q(q)
 
     def runtime(self, policy: Policy | None = None) -> Runtime:
-        """The network under a policy, packing by the rule measured on this machine if there is one."""
-        return Runtime(
-            self.engine, policy or self.policies.policy, self.costs, cached_packing(self.digest, self.engine)
-        )
+        """The network under a policy, packing by the rule measured on this machine if there is one.
+
+        A policy's runtime is made once: it learns how long stages take, which deadlines need.
+        """
+        policy = policy or self.policies.policy
+        if policy not in self._runtimes:
+            packing = cached_packing(self.digest, self.engine)
+            self._runtimes[policy] = Runtime(self.engine, policy, self.costs, packing)
+        return self._runtimes[policy]
 
     def prepare(self, images: Sequence[Any] | np.ndarray) -> np.ndarray:
         """Normalised float32 [n, 3, h, w] of paths, encoded bytes, Pillow images or uint8 arrays [n, h, w, 3]."""
+        if isinstance(images, (str, bytes, Path, Image.Image)):
+            raise ValueError("give a list of images, even for one")
         own = self.card.preprocessing
-        cut = [own.cut(_as_image(image)) for image in images]
+        cut = [own.cut(_as_image(image, number)) for number, image in enumerate(images, 1)]
         return own.normalise(np.stack(cut)) if cut else np.zeros((0, *self.card.input_shape), np.float32)
 
     def __call__(
@@ -123,16 +141,29 @@ class Bundle:
         return compare_golden(self.engine, self.card.preprocessing.normalise(images), expected, self.folder)
 
 
-def _as_image(value: Any) -> Image.Image:
+def _as_image(value: Any, number: int) -> Image.Image:
+    """One image of any kind; the `number` of one that cannot be read is named."""
+    try:
+        return _opened(value)
+    except UnreadableImage as error:
+        raise UnreadableImage(f"image {number} cannot be read: {error}") from error
+
+
+def _opened(value: Any) -> Image.Image:
     if isinstance(value, np.ndarray):
         if value.dtype != np.uint8 or value.ndim != 3 or value.shape[-1] != 3:
             raise ValueError(f"an image must be uint8 [h, w, 3], got {value.dtype} {list(value.shape)}")
         return Image.fromarray(value)
-    return value.convert("RGB") if isinstance(value, Image.Image) else read_image(value)
+    return upright_rgb(value) if isinstance(value, Image.Image) else read_image(value)
 
 
-def load_bundle(path: str | Path, *, device: str = "auto", threads: int | None = None) -> Bundle:
-    """Check a bundle's manifest and load it; torch is needed only for torch bundles."""
+def load_bundle(
+    path: str | Path, *, device: str = "auto", threads: int | None = None, own_process: bool = False
+) -> Bundle:
+    """Check a bundle's manifest and load it; torch is needed only for torch bundles.
+
+    `own_process` says that this process runs no other ONNX models, so that all stages may share one set of threads.
+    """
     folder = Path(path)
     manifest = _read_manifest(folder)
     _check_files(folder, manifest["files"])
@@ -143,8 +174,13 @@ def load_bundle(path: str | Path, *, device: str = "auto", threads: int | None =
     policies = read_policies(folder / POLICY)
     if policies.costs != card.costs:
         raise ValueError(f"the policy in {folder} is for another network: its costs are not the model's")
-    engine = _onnx_engine(folder, card, policies, threads) if manifest["format"] == "onnx" else None
-    engine = engine or _torch_engine(folder, card, policies, device)
+    _check_weights(folder, manifest, len(card.costs))
+    if manifest["format"] == "onnx":
+        engine = _onnx_engine(folder, card, policies, threads, own_process)
+    else:
+        engine = _torch_engine(folder, card, policies, device)
+    if engine.num_exits != len(card.costs):
+        raise ValueError(f"{folder} is damaged: the network has {engine.num_exits} exits, its costs {len(card.costs)}")
     return Bundle(folder, manifest["format"], card, policies, engine, manifest_digest(manifest))
 
 
@@ -176,8 +212,16 @@ def _check_files(folder: Path, files: dict[str, Any]) -> None:
             raise ValueError(f"{folder} is damaged: {name} is missing")
         if sha256(path) != digest:
             raise ValueError(f"{folder} is damaged: {name} is not the file that was exported")
-    for needed in (MODEL, POLICY):
+    for needed in (MODEL, POLICY, GOLDEN):
         if needed not in files:
+            raise ValueError(f"{folder} is damaged: its manifest does not name {needed}")
+
+
+def _check_weights(folder: Path, manifest: dict[str, Any], exits: int) -> None:
+    """What is run must be among the files whose digests were compared."""
+    stages = [stage_file(k) for k in range(1, exits + 1)]
+    for needed in stages if manifest["format"] == "onnx" else [WEIGHTS]:
+        if needed not in manifest["files"]:
             raise ValueError(f"{folder} is damaged: its manifest does not name {needed}")
 
 
@@ -187,9 +231,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _onnx_engine(folder: Path, card: ModelCard, policies: Policies, threads: int | None) -> Engine:
-    from offramp.engines.onnx_engine import OnnxEngine
+def _onnx_engine(folder: Path, card: ModelCard, policies: Policies, threads: int | None, own_process: bool) -> Engine:
+    from offramp.engines.onnx_engine import OnnxEngine, share_threads
 
+    if own_process:
+        share_threads()
     stages = [folder / stage_file(k) for k in range(1, len(card.costs) + 1)]
     try:
         return OnnxEngine(stages, policies.measure, policies.temperatures, threads)

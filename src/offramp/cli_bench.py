@@ -60,7 +60,7 @@ def bench_infer_command(
     if as_json:
         print(json.dumps(found))
         return
-    print_table(*bench_table(found))
+    print_table(*bench_table(found), whole=True)
     for line in found["packing"]:
         say(line)
 

@@ -108,14 +108,14 @@ def predict_command(
     from offramp.console import parse_count
     from offramp.predict import expand, predict, result_table, write_rows
 
-    loaded = load_bundle(bundle, device=device)
+    loaded = load_bundle(bundle, device=device, own_process=True)
     policy = loaded.policy(None if budget is None else parse_count(budget, "--budget"), q)
     limit = None if max_mul_adds is None else parse_count(max_mul_adds, "--max-mul-adds")
     if out is not None and out.suffix not in (".csv", ".jsonl"):
         raise ValueError(f"--out must end in .csv or .jsonl, got {out}")
     found = predict(loaded, expand(images), policy=policy, batch=batch, max_exit=max_exit, max_mul_adds=limit)
     if out is None:
-        print_table(*result_table(found.rows))
+        print_table(*result_table(found.rows), whole=True)
     else:
         write_rows(out, found.rows)
         say(f"results: {out}")

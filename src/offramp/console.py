@@ -12,6 +12,7 @@ from datetime import timedelta
 
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -113,16 +114,23 @@ def progress(text: str, total: int, done: int = 0, silent: bool = False) -> Iter
         yield _TerminalBar(bar, task)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table under its title; columns of numbers are aligned to the right."""
-    console.print(title, style="bold", highlight=False)
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], whole: bool = False) -> None:
+    """A table under its title; columns of numbers are aligned to the right.
+
+    A `whole` table is as wide as it needs to be where there is no terminal: no name in it is cut.
+    """
+    console.print(title, style="bold", highlight=False, markup=False)
     table = Table()
     for at, column in enumerate(columns):
         numbers = all(row[at][:1] in "0123456789+-–" for row in rows)
         table.add_column(column, justify="right" if numbers else "left")
     for row in rows:
-        table.add_row(*row)
-    console.print(table)
+        table.add_row(*map(Text, row))  # as it is: names of files may look like markup
+    if whole and not console.is_terminal:
+        size = Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+        Console(file=console.file, width=size).print(table)
+    else:
+        console.print(table)
 
 
 def millions(count: float) -> str:

@@ -69,7 +69,7 @@ def export_model(
     """Write a bundle of any network that can be rebuilt; `images` (uint8 [n, 3, h, w]) become its golden inputs."""
     if format not in FORMATS:
         raise ValueError(unknown("bundle format", format, FORMATS))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ValueError(f"{out} is there already; choose another folder or remove it")
     if model.spec is None:
         raise ValueError("this network has no name to be rebuilt from; register its builder with register_model")
@@ -78,6 +78,7 @@ def export_model(
         raise ValueError("the policy is for another network: its costs are not this network's")
     card = ModelCard(model.spec.to_json(), policies.schedule, model.input_shape, classes, costs, preprocessing)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
+    shutil.rmtree(part, ignore_errors=True)
     try:
         _write_files(part, model.eval(), policies, card, images, format)
         bundle = load_bundle(part, device="cpu")

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
+from offramp.bundle import FORMATS, MANIFEST
 from offramp.calibrate import PolicyRequest, calibrate_run
+from offramp.choices import unknown
 from offramp.config import RunConfig, load_recipe, with_settings
 from offramp.data.imagefolder import load_imagefolder
 from offramp.evaluate import evaluate_run
@@ -47,15 +49,36 @@ def fit(
     """Train with learned weights, evaluate, calibrate, export and report, going on from what is there."""
     out = Path(out)
     run, bundle = out / "run", out / "bundle"
+    _refuse_mistakes(source, out, bundle, format)
     config = with_settings(configuration(source), settings)
     train_run(config, run, device=device, resume=True)
     if not (run / EVAL / SUMMARY).is_file():
         evaluate_run(run, device=device)
     calibrate_run(run, request)
-    if bundle.is_dir():
-        shutil.rmtree(bundle)  # made by an earlier call, perhaps for another budget
-    export_run(run, bundle, format=format)
+    _replace(bundle, export_run(run, fresh_folder(out / "bundle.new"), format=format))
     return Fitted(run, bundle, write_report([run], out / "report.html"))
+
+
+def _refuse_mistakes(source: str, out: Path, bundle: Path, format: str) -> None:
+    """What would only be found out after training is found out before."""
+    if format not in FORMATS:
+        raise ValueError(unknown("bundle format", format, FORMATS))
+    if bundle.exists() and not (bundle / MANIFEST).is_file():
+        raise ValueError(f"{bundle} is there and is not a bundle; choose another --out")
+    if Path(source).is_dir() and out.resolve().is_relative_to(Path(source).resolve()):
+        raise ValueError(f"{out} lies inside {source}; choose an --out outside the images")
+
+
+def fresh_folder(path: Path) -> Path:
+    """A folder's name that is free; what a killed call left there goes."""
+    shutil.rmtree(path, ignore_errors=True)
+    return path
+
+
+def _replace(bundle: Path, new: Path) -> None:
+    """Put the new bundle in the place of an earlier call's."""
+    shutil.rmtree(bundle, ignore_errors=True)
+    new.rename(bundle)
 
 
 def configuration(source: str) -> RunConfig:

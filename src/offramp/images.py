@@ -34,13 +34,18 @@ def read_image(source: str | Path | bytes) -> Image.Image:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
             if image.width * image.height > MAX_PIXELS:
                 raise UnreadableImage(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
-            return _on_white(ImageOps.exif_transpose(image))
+            return upright_rgb(image)
     except UnreadableImage:
         raise
     except FileNotFoundError as error:
         raise UnreadableImage("it is not there") from error
     except Exception as error:  # Pillow's decoders raise nearly anything on a broken file
         raise UnreadableImage(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+
+
+def upright_rgb(image: Image.Image) -> Image.Image:
+    """Turned as its EXIF tag says, in three colours."""
+    return _on_white(ImageOps.exif_transpose(image))
 
 
 def _on_white(image: Image.Image) -> Image.Image:

@@ -11,13 +11,14 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from offramp.files import read_json, write_json
-from offramp.runtime import AlwaysPack, Engine, Packing
+from offramp.runtime import AlwaysPack, Engine, Packing, State
 
 SIZES = (1, 4, 16, 64, 256)
 REPEATS = 5
@@ -85,16 +86,21 @@ def _measure(engine: Engine, images: np.ndarray) -> MeasuredPacking:
         for k in range(1, engine.num_exits + 1):
             before = state
             stages.append(_median_ms(lambda k=k, s=before: engine.judge(k, engine.run(k, s)[0])))  # type: ignore[misc]
-            state = engine.keep(engine.run(k, before)[1], np.arange(size))[0]
             if k < engine.num_exits:
                 rows = np.arange(size)
-                packs.append(_median_ms(lambda k=k, s=state, r=rows: engine.gather(k + 1, [(s, r)])))  # type: ignore[misc]
+                state = engine.keep(engine.run(k, before)[1], rows)[0]
+                packs.append(_median_ms(partial(_pack, engine, k + 1, state, rows)))
     exits = engine.num_exits
     return MeasuredPacking(
         sizes,
         tuple(tuple(stages[k::exits]) for k in range(exits)),
         tuple(tuple(packs[k :: exits - 1]) for k in range(exits - 1)),
     )
+
+
+def _pack(engine: Engine, k: int, state: State, rows: np.ndarray) -> None:
+    engine.gather(k, [(state, rows)])
+    getattr(engine, "wait", lambda: None)()  # a GPU has only been told so far
 
 
 def _median_ms(action: Callable[[], Any]) -> float:

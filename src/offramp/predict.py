@@ -10,9 +10,11 @@ import glob
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -71,20 +73,26 @@ def expand(words: Iterable[str]) -> list[str]:
         if word == "-":
             found += [line.strip() for line in sys.stdin if line.strip()]
         elif Path(word).is_dir():
-            inside = sorted(str(p) for p in Path(word).rglob("*") if p.suffix.lower() in SUFFIXES)
-            if not inside:
+            if not _inside(word):
                 raise ValueError(f"{word} holds no images")
-            found += inside
+            found += _inside(word)
         elif glob.has_magic(word) and not Path(word).exists():
             matches = sorted(glob.glob(word, recursive=True))
             if not matches:
                 raise ValueError(f"nothing matches {word}")
-            found += matches
+            found += [path for match in matches for path in _inside(match)]
         else:
             found.append(word)
     if not found:
         raise ValueError("no images were given")
     return found
+
+
+def _inside(word: str) -> list[str]:
+    """The images in a folder; a file is itself."""
+    if not Path(word).is_dir():
+        return [word]
+    return sorted(str(p) for p in Path(word).rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
 
 
 def predict(
@@ -131,12 +139,12 @@ def _decoded(
             return error
 
     with ThreadPoolExecutor(DECODERS) as threads:
-        chunks = [list(range(len(paths)))[at : at + batch] for at in range(0, len(paths), batch)]
-        ahead = [threads.submit(lambda c: list(map(decode, c)), chunk) for chunk in chunks[:DECODERS]]
-        for at, chunk in enumerate(chunks):
-            found = ahead[at].result()
-            if at + DECODERS < len(chunks):
-                ahead.append(threads.submit(lambda c: list(map(decode, c)), chunks[at + DECODERS]))
+        coming = iter([range(at, min(at + batch, len(paths))) for at in range(0, len(paths), batch)])
+        ahead = deque((c, threads.submit(lambda c: list(map(decode, c)), c)) for c in islice(coming, DECODERS))
+        while ahead:
+            chunk, decoded = ahead.popleft()
+            found = decoded.result()
+            ahead.extend((c, threads.submit(lambda c: list(map(decode, c)), c)) for c in islice(coming, 1))
             for number, image in zip(chunk, found, strict=True):
                 if isinstance(image, UnreadableImage):
                     rows[number] = Row(paths[number], error=str(image))
@@ -168,7 +176,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
         text = to_csv(columns, [["" if v is None else str(v) for v in asdict(row).values()] for row in rows])
     else:
         raise ValueError(f"results are written as .csv or .jsonl, not as {path.name}")
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(errors="surrogateescape"))  # file names are bytes, and need not be text
 
 
 def result_table(rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:

@@ -68,7 +68,7 @@ class Runtime:
             raise ValueError(f"the policy has {len(policy.thresholds) + 1} exits, the network {engine.num_exits}")
         self.engine, self.policy, self.costs = engine, policy, tuple(costs)
         self.packing = AlwaysPack() if packing is None else packing
-        self._pace = [0.0] * (engine.num_exits + 1)  # seconds per row of each stage when it last ran
+        self._seconds: dict[tuple[int, int], float] = {}  # of each stage when it last ran at about this size
 
     def __call__(
         self,
@@ -98,10 +98,10 @@ class Runtime:
             began = time.perf_counter()
             logits, state = self.engine.run(k, state)
             confidences, labels = self.engine.judge(k, logits)
-            now = time.perf_counter()
-            self._pace[k - 1] = (now - began) / len(going)
-            stop = k == last or (until is not None and now + self._pace[k] * len(going) >= until)
-            leaves = going & (self._confident(k, confidences) | stop)
+            self._seconds[k, len(going).bit_length()] = time.perf_counter() - began
+            leaves = going & self._confident(k, confidences)
+            if k == last or self._too_late(k + 1, int((going & ~leaves).sum()), until):
+                leaves = going.copy()
             self._record(result, k, inside, leaves, labels, confidences)
             going &= ~leaves
             staying = int(going.sum())
@@ -110,6 +110,16 @@ class Runtime:
             if staying < len(going) and self.packing.worth_it(k, len(going), staying):
                 rows = np.flatnonzero(going)
                 state, inside, going = self.engine.gather(k + 1, [(state, rows)]), inside[rows], np.ones(staying, bool)
+
+    def _too_late(self, k: int, rows: int, until: float | None) -> bool:
+        """Whether stage k would end after the deadline; what is expected of it shrinks each time it is not begun."""
+        if until is None:
+            return False
+        key = (k, rows.bit_length())
+        late = time.perf_counter() + self._seconds.get(key, 0.0) >= until
+        if late and key in self._seconds:
+            self._seconds[key] /= 2  # one slow moment must not decide for good
+        return late
 
     def _confident(self, k: int, confidences: np.ndarray) -> np.ndarray:
         """Who may leave at exit k; at the last one everybody. Not a number is never confident."""

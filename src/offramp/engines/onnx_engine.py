@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,28 @@ from offramp.confidence import confidences
 State = tuple[Any, ...]
 
 
-@cache
-def _share_threads(threads: int | None) -> bool:
-    """Give all sessions of this process one set of threads.
+_shared = False
 
-    Each session would bring its own, which spin for a while after a stage and take the cores from the next.
-    The number can be set once per process, before the first session.
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_threads() -> None:
+    """Give all ONNX sessions of this process one set of threads: faster, as each would bring its own otherwise.
+
+    For programs that do nothing else with ONNX Runtime: from then on it refuses sessions with threads of their own.
     """
+    global _shared
     import onnxruntime as ort
 
-    try:
-        ort.set_global_thread_pool_sizes(threads or os.cpu_count() or 1, 1)
-    except Exception:  # an older version, or somebody else has begun to use it
-        return False
-    return True
+    if not _shared:
+        try:
+            ort.set_global_thread_pool_sizes(cores(), 1)
+            _shared = True
+        except Exception:  # an older version, or sessions were made already: slower, but it works
+            return
 
 
 class OnnxEngine:
@@ -49,9 +56,11 @@ class OnnxEngine:
 
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        options.use_per_session_threads = not _share_threads(threads)
-        if options.use_per_session_threads and threads is not None:
-            options.intra_op_num_threads = threads
+        if _shared:
+            options.use_per_session_threads = False
+        else:  # threads that spin after a stage would take the cores from the next one's
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+            options.intra_op_num_threads = threads or cores()
         sources = [s if isinstance(s, bytes) else str(s) for s in stages]
         self.sessions = [ort.InferenceSession(s, options, providers=["CPUExecutionProvider"]) for s in sources]
         self.names = [[i.name for i in session.get_inputs()] for session in self.sessions]
@@ -89,4 +98,6 @@ class OnnxEngine:
         return tuple(packed)
 
     def keep(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
-        return state, rows
+        if 2 * len(rows) > len(state[0]):
+            return state, rows
+        return tuple(array[rows] for array in state), np.arange(len(rows))  # few must not hold a whole batch

@@ -104,10 +104,15 @@ class TorchEngine:
         return tuple(packed)
 
     def keep(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
-        if self.graphs is None:
+        if self.graphs is None and 2 * len(rows) > len(state[0]):
             return state, rows
-        index = self._index(rows)  # what a graph gave is overwritten when it runs again
+        index = self._index(rows)  # few must not hold a whole batch; and what a graph gave is overwritten
         return tuple(t.index_select(0, index) for t in state), np.arange(len(rows))
+
+    def wait(self) -> None:
+        """Until the device has done all that it was told to."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _index(self, rows: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(rows)).to(self.device, non_blocking=True)

@@ -17,7 +17,7 @@ def folded(model: ExitNet) -> ExitNet:
     """
     own = copy.deepcopy(model).eval()
     for module in list(own.modules()):
-        if isinstance(module, nn.Sequential):
+        if type(module).forward is nn.Sequential.forward and isinstance(module, nn.Sequential):
             _fold(module)
     return own
 
@@ -26,9 +26,10 @@ def _fold(layers: nn.Sequential) -> None:
     kept: list[nn.Module] = []
     for layer in layers:
         before = kept[-1] if kept else None
-        if isinstance(layer, nn.BatchNorm2d) and isinstance(before, nn.Conv2d):
+        known = getattr(layer, "running_mean", None) is not None
+        if known and isinstance(layer, nn.BatchNorm2d) and isinstance(before, nn.Conv2d):
             kept[-1] = fuse_conv_bn_eval(before, layer)
-        elif isinstance(layer, nn.BatchNorm1d) and isinstance(before, nn.Linear):
+        elif known and isinstance(layer, nn.BatchNorm1d) and isinstance(before, nn.Linear):
             kept[-1] = fuse_linear_bn_eval(before, layer)
         else:
             kept.append(layer)

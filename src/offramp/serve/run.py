@@ -31,7 +31,7 @@ def serve(
     device: str = "auto",
 ) -> None:
     """Load a bundle and answer until SIGTERM or SIGINT; then take no more and finish what is inside."""
-    bundle = load_bundle(bundle_path, device=device)
+    bundle = load_bundle(bundle_path, device=device, own_process=True)
     bundle(np.zeros((1, *bundle.card.input_shape), np.float32))  # libraries choose their algorithms now
     run_app(create_app(bundle, config), host, port)
 
