@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from browser import CHROMIUM
 from offramp.config import RunConfig, load_recipe, with_settings
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels are read as Python; Triton must know before it is first imported
 
 SMALL_NET = "model.overrides={blocks=[1, 1], base_width=4, growth=4, head_width=8}"
 SMALL_RUN = (

@@ -22,9 +22,10 @@ from offramp import ExitNet, load_model, register_model
 from offramp.checkpoint import load_state
 from offramp.config import RunConfig
 from offramp.models.store import read_tensors
+from offramp.rates import cosine
 from offramp.runs import read_metrics
 from offramp.stopping import Stopped
-from offramp.train import cosine, train_run
+from offramp.train import train_run
 
 Config = Callable[..., RunConfig]
 CHECKPOINT = (
@@ -136,9 +137,9 @@ def test_a_signal_saves_and_leaves_with_a_sentence(
     tmp_path: Path, small_config: Config, signum: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = train_run(small_config(), tmp_path / "whole", device="cpu")
-    import offramp.train as training
+    import offramp.loop as training
 
-    real, calls = training.iterate, []
+    real, calls, before = training.iterate, [], signal.getsignal(signal.SIGINT)
 
     def update(*args: object) -> object:
         calls.append(0)
@@ -152,7 +153,7 @@ def test_a_signal_saves_and_leaves_with_a_sentence(
         train_run(small_config("train.save_seconds=1000"), run, device="cpu")
     assert stopped.value.signum == signum
     assert not (run / "model.safetensors").exists()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
     monkeypatch.undo()
     train_run(small_config("train.save_seconds=1000"), run, device="cpu", resume=True)
     assert same_weights(whole, run)
@@ -190,7 +191,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, small_config: C
 def test_params_that_are_not_finite_are_never_saved(
     tmp_path: Path, small_config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import offramp.train as training
+    import offramp.loop as training
 
     real = training.iterate
 

@@ -69,6 +69,7 @@ def new_optimizer(model: ExitNet, config: TrainConfig) -> torch.optim.Optimizer:
         momentum=config.momentum,
         weight_decay=config.weight_decay,
         nesterov=config.nesterov,
+        fused=next(model.parameters()).is_cuda,
     )
 
 
@@ -83,6 +84,7 @@ def new_method(config: RunConfig, num_exits: int, criterion: Criterion, device: 
         settings.objective,
         settings.look_ahead,
         settings.interval,
+        settings.order,
         clip_norm=config.train.clip_norm,
         criterion=criterion,
         world=world,

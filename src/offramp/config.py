@@ -64,7 +64,7 @@ class TrainConfig:
     """How it is trained: SGD, the rate falling to 0 along a cosine.
 
     A loader batch of `batch` images makes two updates of half a batch. `learning_rate` None means
-    0.1 x (batch / 2) / 64.
+    0.1 x (batch / 2) / 64. `fast` off: no CUDA graph and no kernels of our own on a GPU.
     """
 
     epochs: int = _at_least(1, 300)
@@ -75,6 +75,7 @@ class TrainConfig:
     nesterov: bool = False
     clip_norm: float | None = _at_least(0, None)
     precision: str = _one_of("auto", "float32", "bfloat16")
+    fast: bool = True
     eval_every: int = _at_least(1, 1)
     save_seconds: float = _at_least(0, 60.0)
 
@@ -89,7 +90,8 @@ class WeightingConfig:
 
     `inputs`, `depth` and `width` shape the weight net, `delta`, `centring` and `bound` its range; `q` shapes
     the shares of the allocation, `objective` the meta loss; every `interval`-th loader batch trains the weight
-    net. `from_run` is the finished run whose weight net `frozen` takes.
+    net. `order` is the paper's, or `delayed`: cheaper, with weights from before the weight net's update. `from_run` is
+    the finished run whose weight net `frozen` takes.
     """
 
     name: str = _one_of("uniform", "ascending", "descending", "selection", "learned", "frozen")
@@ -103,6 +105,7 @@ class WeightingConfig:
     objective: str = _one_of("allocated", "whole")
     look_ahead: str = _one_of("optimizer", "plain")
     engine: str = _one_of("forward_mode", "double_backward", "finite_difference")
+    order: str = _one_of("exact", "delayed")
     interval: int = _at_least(1, 1)
     learning_rate: float = _at_least(0, 1e-4)
     weight_decay: float = _at_least(0, 1e-4)
@@ -145,6 +148,7 @@ class RunConfig:
                 "weighting.engine=finite_difference cannot go with imta.equilibrium, whose scaled gradients no "
                 "difference of forward passes can see; use forward_mode"
             )
+        check_order(self.weighting.order, self.weighting.engine, self.weighting.look_ahead)
         if self.imta.gamma > 1:
             raise ValueError(f"imta.gamma must lie between 0 and 1, got {self.imta.gamma:g}")
         if self.weighting.name == "learned" and self.train.clip_norm is not None:
@@ -164,6 +168,15 @@ class RunConfig:
         if rest.pop("schema", 1) != 1:
             raise ValueError("this configuration was written by a newer version of offramp")
         return parse(RunConfig, rest)
+
+
+def check_order(order: str, engine: str, look_ahead: str) -> None:
+    """Refuse what the delayed order cannot go with: its look-ahead step is the real one."""
+    if order == "delayed" and (engine != "forward_mode" or look_ahead != "optimizer"):
+        raise ValueError(
+            "order=delayed takes the optimizer's own step as look-ahead and needs engine=forward_mode and "
+            f"look_ahead=optimizer, got {engine} and {look_ahead}"
+        )
 
 
 def parse(cls: type[T], given: Any, path: str = "") -> T:

@@ -35,6 +35,10 @@ class Bar:
     def advance(self, steps: int, images: int) -> None:
         raise NotImplementedError
 
+    def extend(self, total: int, done: int) -> None:
+        """`total` steps more, of which `done` were done earlier."""
+        raise NotImplementedError
+
     def show(self, text: str) -> None:
         raise NotImplementedError
 
@@ -56,6 +60,10 @@ class _TerminalBar(Bar):
         self.images += images
         self.progress.update(self.task, advance=steps, images=self.images)  # type: ignore[arg-type]
 
+    def extend(self, total: int, done: int) -> None:
+        task = self.progress.tasks[self.task]
+        self.progress.update(task.id, total=(task.total or 0) + total, completed=task.completed + done)
+
     def show(self, text: str) -> None:
         self.progress.update(self.task, description=text)  # type: ignore[arg-type]
 
@@ -71,6 +79,9 @@ class _PlainBar(Bar):
         if time.monotonic() - self.printed >= PLAIN_SECONDS:
             self._print()
 
+    def extend(self, total: int, done: int) -> None:
+        self.total, self.done, self.before = self.total + total, self.done + done, self.before + done
+
     def show(self, text: str) -> None:
         self.text = text
 
@@ -84,6 +95,9 @@ class _PlainBar(Bar):
 
 class _SilentBar(Bar):
     def advance(self, steps: int, images: int) -> None:
+        pass
+
+    def extend(self, total: int, done: int) -> None:
         pass
 
     def show(self, text: str) -> None:

@@ -8,7 +8,6 @@ for images, labels in loader:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,11 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from offramp.choices import unknown
-from offramp.meta import ENGINES, check_optimizer
+from offramp.config import check_order
+from offramp.lookahead import check_optimizer
+from offramp.meta import ENGINES
 from offramp.objectives.losses import META_OBJECTIVES
 from offramp.objectives.weighting import CENTRINGS, INPUTS, LearnedWeighting
+from offramp.rates import cosine
 from offramp.shares import exit_counts
-from offramp.step import Method, iterate
+from offramp.step import ORDERS, Method, iterate
 
 
 class LearnedWeights:
@@ -47,6 +49,7 @@ class LearnedWeights:
         objective: str = "allocated",
         look_ahead: str = "optimizer",
         engine: str = "forward_mode",
+        order: str = "exact",
         learning_rate: float = 1e-4,
         weight_decay: float = 1e-4,
         total_steps: int | None = None,
@@ -58,6 +61,8 @@ class LearnedWeights:
         _check("objective", objective, META_OBJECTIVES)
         _check("look_ahead", look_ahead, ("optimizer", "plain"))
         _check("engine", engine, ENGINES)
+        _check("order", order, ORDERS)
+        check_order(order, engine, look_ahead)
         if interval < 1:
             raise ValueError(f"interval must be 1 or more loader batches, got {interval}")
         exit_counts(1, num_exits, q)  # refuses a bad q
@@ -77,15 +82,14 @@ class LearnedWeights:
             seed=seed,
             device=next(model.parameters()).device,
         )
-        self.method = Method(self.weighting, ENGINES[engine], q, objective, look_ahead, interval)
+        self.method = Method(self.weighting, ENGINES[engine], q, objective, look_ahead, interval, order)
 
     def step(self, images: Tensor, labels: Tensor) -> dict[str, float]:
         """Two updates on a batch, one per half; the logged values are means over both."""
         if len(images) < 2:
             raise ValueError("a batch needs at least two samples: one half trains, the other guides the weights")
         if self.total_steps:
-            done = min(1.0, self.steps / self.total_steps)
-            self.weighting.set_rate(0.5 * (1 + math.cos(math.pi * done)))
+            self.weighting.set_rate(cosine(min(self.steps, self.total_steps), self.total_steps))
         halves = iterate(self.model, self.optimizer, self.method, images, labels, self.steps)
         self.steps += 1
         values = {"loss": torch.stack([h.loss for h in halves]).mean()}

@@ -2,7 +2,7 @@
 
 Three interchangeable engines, one signature: `engine(problem) -> MetaGradient`. The weights enter the train
 loss linearly, so with v the gradient of the meta loss at the look-ahead params and D the derivative of the
-optimiser's step by the gradient,
+optimiser's step by the gradient (lookahead.py),
 
     dL_meta / dw_ik = -(1/n) * (gradient of l_ik by the params) . (D v)
 
@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from offramp.lookahead import Params, look_ahead
+from offramp.models.tape import Tape, no_trace, touched_buffers
 from offramp.objectives.allocation import allocate
 from offramp.objectives.losses import exit_confidences, exit_losses, mean_weights, weighted_loss
 from offramp.world import World
@@ -34,17 +36,18 @@ with warnings.catch_warnings(action="ignore"), fwAD.dual_level():
     fwAD.make_dual(torch.zeros(1), torch.zeros(1))
 
 Criterion = Callable[[Sequence[Tensor], Tensor], Tensor]
-Params = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward pass over a train half: losses with their graph, and the generator states before it."""
+    """The forward pass over a half: outputs and losses with their graph, the generator states before it, its tape."""
 
     images: Tensor
     labels: Tensor
     losses_BK: Tensor
     generator_states: tuple[Tensor, ...]
+    outputs: Sequence[Tensor] = ()
+    tape: Tape | None = None
 
 
 @dataclass(frozen=True)
@@ -75,16 +78,21 @@ class Problem:
         named = self.model.named_parameters()
         return {name: p for name, p in named if p.requires_grad and id(p) in moved}
 
-    def outputs_at(self, params: Params, images: Tensor) -> Sequence[Tensor]:
+    def outputs_at(self, params: Params, images: Tensor, replayed: Tape | None = None) -> Sequence[Tensor]:
         """The network's outputs at other params; buffers are copies, so the real ones stay as they are."""
-        buffers = {name: b.clone() for name, b in self.model.named_buffers()}
-        with self.autocast():
-            return functional_call(self.model, {**params, **buffers}, (images,))
+        copies = {name: b.clone() for name, b in touched_buffers(self.model)}
+        with self.autocast(), no_trace() if replayed is None else replayed.replaying():
+            return functional_call(self.model, {**params, **copies}, (images,))
 
-    def train_losses_at(self, params: Params) -> Tensor:
+    def train_losses_at(self, params: Params, replayed: Tape | None = None) -> Tensor:
         """The train half's losses at other params, with the draws (dropout) of the first forward."""
         with draws_from(self.train.generator_states, self.train.images.device):
-            return self.criterion(self.outputs_at(params, self.train.images), self.train.labels)
+            return self.criterion(self.outputs_at(params, self.train.images, replayed), self.train.labels)
+
+    def release(self) -> None:
+        """Let go of what only the meta-gradient needed."""
+        if self.train.tape is not None:
+            self.train.tape.clear()
 
 
 @dataclass(frozen=True)
@@ -102,13 +110,18 @@ def forward_mode(problem: Problem) -> MetaGradient:
     """Exact, by one forward-mode pass over the train half; the first forward's graph is kept for reuse."""
     params = problem.params()
     direction, loss = _direction(problem, params)
+    return MetaGradient(by_tangents(problem, params, direction), loss)
+
+
+def by_tangents(problem: Problem, params: Params, direction: Params) -> Tensor:
+    """The gradient by the weights: how the train losses at `params` change along the direction D v."""
     # Fused attention has no forward-mode formula; its plain form has.
     with torch.no_grad(), fwAD.dual_level(), sdpa_kernel(SDPBackend.MATH):
         duals = {name: fwAD.make_dual(p.detach(), direction[name]) for name, p in params.items()}
-        found: Any = fwAD.unpack_dual(problem.train_losses_at(duals)).tangent
+        found: Any = fwAD.unpack_dual(problem.train_losses_at(duals, problem.train.tape)).tangent
         # None where the train half reads nothing that moves
         tangents_BK = torch.zeros_like(problem.weights_BK) if found is None else found
-    return MetaGradient(-tangents_BK / problem.samples, loss)
+    return -tangents_BK / problem.samples
 
 
 def finite_difference(problem: Problem) -> MetaGradient:
@@ -138,8 +151,8 @@ def double_backward(problem: Problem) -> MetaGradient:
     params = problem.params()
     weights_BK = problem.weights_BK.detach().requires_grad_()
     gradients = _train_gradients(problem, params, weights_BK, create_graph=True)
-    moved = look_ahead(problem.optimizer, params, gradients, problem.look_ahead)
-    loss = meta_loss(problem, {name: step.params for name, step in moved.items()})
+    ahead = look_ahead(problem.optimizer, params, gradients, problem.look_ahead)
+    loss = meta_loss(problem, ahead.params)
     (by_weights,) = torch.autograd.grad(loss, weights_BK, retain_graph=True, materialize_grads=True)
     return MetaGradient(by_weights, problem.world.sum(loss.detach()))
 
@@ -152,9 +165,14 @@ ENGINES: dict[str, Engine] = {
 
 
 def meta_loss(problem: Problem, params: Params) -> Tensor:
-    """The meta loss at `params`: each exit's mean over the samples that would leave there (Eq. 6), or over all."""
+    """The meta loss at `params`."""
+    return meta_loss_of(problem, problem.outputs_at(params, problem.meta_images))
+
+
+def meta_loss_of(problem: Problem, outputs: Sequence[Tensor]) -> Tensor:
+    """The meta loss of outputs: each exit's mean over the samples that would leave there (Eq. 6), or over all."""
     num_exits = problem.weights_BK.shape[1]
-    outputs = problem.outputs_at(params, problem.meta_images)[:num_exits]  # a teacher behind them is no exit
+    outputs = outputs[:num_exits]  # a teacher behind them is no exit
     losses_BK = exit_losses(outputs, problem.meta_labels)
     if problem.objective == "whole":
         return losses_BK.sum() / (len(losses_BK) * problem.world.size)
@@ -166,13 +184,17 @@ def meta_loss(problem: Problem, params: Params) -> Tensor:
 def _direction(problem: Problem, params: Params) -> tuple[Params, Tensor]:
     """D v for every param, and the meta loss."""
     gradients = _train_gradients(problem, params, problem.weights_BK.detach(), create_graph=False)
-    moved = look_ahead(problem.optimizer, params, gradients, problem.look_ahead)
-    ahead = {name: step.params.detach().requires_grad_() for name, step in moved.items()}
-    loss = meta_loss(problem, ahead)
-    v = torch.autograd.grad(loss, list(ahead.values()), materialize_grads=True)
-    summed = zip(ahead, problem.world.sum_all(v), strict=True)
-    direction = {name: moved[name].slope * g for name, g in summed}
-    return direction, problem.world.sum(loss.detach())
+    ahead = look_ahead(problem.optimizer, params, gradients, problem.look_ahead)
+    leaves = {name: p.detach().requires_grad_() for name, p in ahead.params.items()}
+    loss = meta_loss(problem, leaves)
+    v = meta_gradients(problem, loss, leaves)
+    return ahead.direction(v), problem.world.sum(loss.detach())
+
+
+def meta_gradients(problem: Problem, loss: Tensor, params: Params, keep_graph: bool = False) -> Params:
+    """The gradient of the meta loss by the params it was computed at, over all processes."""
+    v = torch.autograd.grad(loss, list(params.values()), retain_graph=keep_graph, materialize_grads=True)
+    return dict(zip(params, problem.world.sum_all(v), strict=True))
 
 
 def _train_gradients(
@@ -192,98 +214,14 @@ def _train_gradients(
     return dict(zip(params, found, strict=True))
 
 
-@dataclass(frozen=True)
-class Step:
-    """A param after the look-ahead step, and how that moves with the gradient: minus `slope`, elementwise."""
-
-    params: Tensor
-    slope: Tensor | float
-
-
-def look_ahead(
-    optimizer: torch.optim.Optimizer, params: Params, gradients: dict[str, Tensor | None], how: str
-) -> dict[str, Step]:
-    """Where the optimiser would take each param; those without a gradient stay, as they do in torch."""
-    rule = _plain if how == "plain" else _rule(optimizer)
-    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    moved = {}
-    for name, param in params.items():
-        gradient = gradients[name]
-        if gradient is None:
-            moved[name] = Step(param, 0.0)
-        else:
-            moved[name] = rule(param.detach(), gradient, groups[id(param)], optimizer.state.get(param, {}))
-    return moved
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimiser whose step is not known here."""
-    _rule(optimizer)
-    if optimizer._optimizer_step_pre_hooks:
-        raise ValueError(
-            "the optimizer has step hooks; a look-ahead cannot know what they do to the gradients "
-            "(clipping by global norm, for example, couples all params): remove them"
-        )
-    for group in optimizer.param_groups:
-        for option in ("maximize", "amsgrad"):
-            if group.get(option):
-                raise ValueError(f"the optimizer's {option}=True has no look-ahead here; leave it off")
-
-
-def _rule(optimizer: torch.optim.Optimizer) -> Callable[[Tensor, Tensor, dict, dict], Step]:
-    rules = {torch.optim.SGD: _sgd, torch.optim.AdamW: _adamw}
-    if type(optimizer) not in rules:
-        known = ", ".join(kind.__name__ for kind in rules)
-        raise ValueError(f"learned weights need one of the optimizers {known}, got {type(optimizer).__name__}")
-    return rules[type(optimizer)]
-
-
-def _plain(param: Tensor, gradient: Tensor, group: dict, state: dict) -> Step:
-    """Plain gradient descent, as the paper writes it (Eq. 7)."""
-    return Step(param - group["lr"] * gradient, group["lr"])
-
-
-def _sgd(param: Tensor, gradient: Tensor, group: dict, state: dict) -> Step:
-    """torch's SGD: weight decay, momentum, dampening after the first step, Nesterov."""
-    rate, momentum = group["lr"], group["momentum"]
-    step, slope = gradient + group["weight_decay"] * param, 1.0
-    if momentum:
-        buffer = state.get("momentum_buffer")
-        fresh = 1.0 if buffer is None else 1 - group["dampening"]
-        average = step if buffer is None else momentum * buffer + fresh * step
-        if group["nesterov"]:
-            step, slope = step + momentum * average, 1 + momentum * fresh
-        else:
-            step, slope = average, fresh
-    return Step(param - rate * step, rate * slope)
-
-
-def _adamw(param: Tensor, gradient: Tensor, group: dict, state: dict) -> Step:
-    """torch's AdamW: decoupled weight decay, both moments with bias correction."""
-    rate, (beta1, beta2) = group["lr"], group["betas"]
-    zeros = torch.zeros_like(param)
-    count = state.get("step", 0)
-    if isinstance(count, Tensor) and count.device.type == "cpu":
-        count = count.item()  # as torch does: a power in double precision
-    count = count + 1
-    first = beta1 * state.get("exp_avg", zeros) + (1 - beta1) * gradient
-    second = beta2 * state.get("exp_avg_sq", zeros) + (1 - beta2) * gradient * gradient
-    pace, scale = rate / (1 - beta1**count), (1 - beta2**count) ** 0.5
-    # A second moment of zero means a gradient of zero: its root adds nothing, and neither does its derivative.
-    some = second > 0
-    root = torch.where(some, second, torch.ones_like(second)).sqrt()
-    below = torch.where(some, root, zeros) / scale + group["eps"]
-    bend = torch.where(some, (1 - beta2) * gradient / (root * scale), zeros).detach()
-    slope = pace * ((1 - beta1) - first.detach() * bend / below.detach()) / below.detach()
-    return Step(param * (1 - rate * group["weight_decay"]) - pace * first / below, slope)
-
-
 def _norm(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([t.norm() for t in tensors]).norm()
 
 
 def generator_states(device: torch.device) -> tuple[Tensor, ...]:
-    """The states of the generators that a module may draw from."""
+    """The states of the generators that a module may draw from; none while a graph is recorded (capture.py)."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return ()
     cpu = torch.get_rng_state()
     return (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu,)
 
@@ -301,6 +239,8 @@ def draws_from(states: tuple[Tensor, ...] | None, device: torch.device) -> Itera
 
 
 def _set_states(states: tuple[Tensor, ...], device: torch.device) -> None:
+    if not states:
+        return
     torch.set_rng_state(states[0])
     if device.type == "cuda":
         torch.cuda.set_rng_state(states[1], device)

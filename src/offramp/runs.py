@@ -30,8 +30,7 @@ def begin_run(folder: Path, config: RunConfig, device: torch.device, resume: boo
     if known.exists():
         if not resume:
             raise ValueError(f"{folder} holds a run already; add --resume to go on with it or choose another --out")
-        now = json.loads(json.dumps(config.to_json()))  # as it would be read back: lists, not tuples
-        _refuse_difference(read_json(known), now, folder)
+        _refuse_difference(read_config(folder).to_json(), read_back(config).to_json(), folder)
         return
     if folder.exists() and any(not p.name.endswith(".part") for p in folder.iterdir()):
         raise ValueError(f"{folder} is not empty and not a run; choose another --out")
@@ -48,6 +47,11 @@ def read_config(folder: str | Path) -> RunConfig:
     if not isinstance(config, dict) or "train" not in config:
         raise ValueError(f"{folder} holds a model, not a run: its {CONFIG} says nothing of training")
     return RunConfig.from_json(config)
+
+
+def read_back(config: RunConfig) -> RunConfig:
+    """A configuration as it would be read from its file: lists, not tuples."""
+    return RunConfig.from_json(json.loads(json.dumps(config.to_json())))
 
 
 def _refuse_difference(before: Any, now: Any, folder: Path, path: str = "") -> None:

@@ -1,17 +1,69 @@
-"""The small modules that MSDNet and RANet share: conv-BN-ReLU, the bottleneck unit and the head."""
+"""The small modules that MSDNet and RANet share: conv-BN-ReLU, the bottleneck unit and the head.
+
+conv-BN-ReLU and the concatenation know their own tangents, so that a tangent pass over a tape (tape.py) computes
+nothing twice.
+"""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from offramp.models.fused import fused_forward, fused_tangent, plain_forward, plain_tangent, suits
+from offramp.models.tape import NO_TRACE, REPLAYING, current_tape, dual, values_and_tangent
+
 
 class ConvBNReLU(nn.Sequential):
-    """Convolution (padding k//2), BatchNorm, ReLU."""
+    """Convolution (padding k//2), BatchNorm, ReLU; in training passes with `kernels` of our own, if asked for."""
+
+    heeds_tape = True
+    kernels = False
 
     def __init__(self, channels: int, out: int, kernel: int = 3, stride: int = 1, bias: bool = False) -> None:
         conv = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=bias)
         super().__init__(conv, nn.BatchNorm2d(out), nn.ReLU(inplace=True))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tape, conv, bn = current_tape(), cast(nn.Conv2d, self[0]), cast(nn.BatchNorm2d, self[1])
+        if tape is None or not bn.training:
+            return super().forward(x)
+        if tape.mode == REPLAYING:
+            kept = tape.next(self)
+            tangent = fused_tangent if self.kernels else plain_tangent
+            return dual(kept.out, tangent(kept, values_and_tangent(x)[1], conv, bn))
+        running = None
+        if tape.mode != NO_TRACE and bn.running_mean is not None and bn.running_var is not None:
+            running = bn.running_mean, bn.running_var
+            tape.count(cast(Tensor, bn.num_batches_tracked))
+        out, kept = (fused_forward if self.kernels else plain_forward)(x, conv, bn, running)
+        tape.keep(self, kept)
+        return out
+
+
+def use_kernels(model: nn.Module, on: bool) -> None:
+    """Let the layers that can train with kernels of our own do so, or not."""
+    for layer in model.modules():
+        if isinstance(layer, ConvBNReLU):
+            layer.kernels = on and suits(cast(nn.Conv2d, layer[0]))
+
+
+class Join(nn.Module):
+    """Maps of one size side by side, along the channels."""
+
+    def forward(self, *maps: Tensor) -> Tensor:
+        tape = current_tape()
+        if tape is None or tape.mode != REPLAYING:
+            joined = torch.cat(maps, dim=1)
+            if tape is not None:
+                tape.keep(self, joined.detach())
+            return joined
+        moves = [
+            tangent if tangent is not None else torch.zeros_like(value)
+            for value, tangent in map(values_and_tangent, maps)
+        ]
+        return dual(tape.next(self), torch.cat(moves, dim=1))
 
 
 class Unit(nn.Sequential):
@@ -28,9 +80,10 @@ class DenseUnit(nn.Module):
     def __init__(self, channels: int, growth: int, factor: int) -> None:
         super().__init__()
         self.unit = Unit(channels, growth, factor)
+        self.join = Join()
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([x, self.unit(x)], dim=1)
+        return self.join(x, self.unit(x))
 
 
 class Head(nn.Module):

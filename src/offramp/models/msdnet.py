@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import ceil
 
-import torch
 from torch import Tensor, nn
 
 from offramp.models.cells import INPUT, Cell, CellNet
-from offramp.models.layers import ConvBNReLU, DenseUnit, Head, Unit, halved, head_pixels
+from offramp.models.layers import ConvBNReLU, DenseUnit, Head, Join, Unit, halved, head_pixels
 
 STEMS = ("cifar", "strided", "imagenet")  # how much smaller scale 1 is than the images: 1, 2, 4
 
@@ -26,9 +25,10 @@ class TwoBranch(nn.Module):
         super().__init__()
         self.down = Unit(finer, growth // 2, finer_factor, stride=2)
         self.same = Unit(channels, growth - growth // 2, factor)
+        self.join = Join()
 
     def forward(self, x: Tensor, finer: Tensor) -> Tensor:
-        return torch.cat([x, self.down(finer), self.same(x)], dim=1)
+        return self.join(x, self.down(finer), self.same(x))
 
 
 class Halved(nn.Module):

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offramp.models.cells import INPUT, Cell, CellNet
-from offramp.models.layers import ConvBNReLU, DenseUnit, Head, Unit, halved, head_pixels
+from offramp.models.layers import ConvBNReLU, DenseUnit, Head, Join, Unit, halved, head_pixels
 
 
 @dataclass(frozen=True)
@@ -54,11 +53,12 @@ class FusionLayer(nn.Module):
         self.low_channels = low
         self.from_low = Unit(low, share, factors[0])
         self.from_x = Unit(x, growth - share, factors[1], stride)
+        self.join = Join()
 
     def forward(self, x: Tensor, low: Tensor) -> Tensor:
         new = self.from_x(x)
         added = self.from_low(low[:, : self.low_channels])
-        return torch.cat([resize(x, new), resize(added, new), new], dim=1)
+        return self.join(resize(x, new), resize(added, new), new)
 
 
 class Closing(nn.Module):
@@ -68,9 +68,10 @@ class Closing(nn.Module):
         super().__init__()
         self.low_channels = low
         self.from_low = ConvBNReLU(low, share, kernel=1)
+        self.join = Join()
 
     def forward(self, x: Tensor, low: Tensor) -> Tensor:
-        return torch.cat([x, resize(self.from_low(low[:, : self.low_channels]), x)], dim=1)
+        return self.join(x, resize(self.from_low(low[:, : self.low_channels]), x))
 
 
 def ranet(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from offramp.objectives.allocation import allocate
 from offramp.objectives.losses import mean_weights
+from offramp.rates import set_rate
 from offramp.seeds import mix
 
 CENTRINGS: dict[str, tuple[int, ...]] = {"exit": (1,), "batch": (0,), "all": (0, 1)}
@@ -144,7 +145,10 @@ class LearnedWeighting(NetWeighting):
     ) -> None:
         super().__init__(num_exits, **settings)  # type: ignore[arg-type]
         self.learning_rate = learning_rate
-        self.optimizer = torch.optim.Adam(self.net.parameters(), lr=learning_rate, weight_decay=weight_decay)
+        on_gpu = next(self.net.parameters()).is_cuda
+        self.optimizer = torch.optim.Adam(
+            self.net.parameters(), lr=learning_rate, weight_decay=weight_decay, fused=on_gpu, capturable=on_gpu
+        )
 
     def learn(self, weights_BK: Tensor, gradient_BK: Tensor) -> None:
         """One Adam step of the weight net, given the gradient of the meta loss by the weights it gave."""
@@ -154,8 +158,7 @@ class LearnedWeighting(NetWeighting):
 
     def set_rate(self, share: float) -> None:
         """The learning rate as a share of its initial value."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = share * self.learning_rate
+        set_rate(self.optimizer, share * self.learning_rate)
 
     def tensors(self) -> dict[str, Tensor]:
         return super().tensors() | {
@@ -170,6 +173,8 @@ class LearnedWeighting(NetWeighting):
         for name, value in tensors.items():
             if name.startswith("adam."):
                 _, at, key = name.split(".", 2)
-                # Adam keeps its step count on the CPU, its moments with the params
-                own = value.clone() if key == "step" else value.to(params[int(at)].device, copy=True)
-                self.optimizer.state[params[int(at)]][key] = own
+                param = params[int(at)]
+                # Adam keeps its moments with the params; its step count only if graphs read it
+                with_params = key != "step" or self.optimizer.defaults["capturable"]
+                own = value.to(param.device if with_params else "cpu", copy=True)
+                self.optimizer.state[param][key] = own

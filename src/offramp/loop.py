@@ -1,0 +1,247 @@
+"""The training loop: batch -> losses -> weights -> step -> log -> save.
+
+A loop goes on by one step each time it is asked, so that several can share a device. Every draw follows from the
+seed and the step (seeds.py), so a run that was stopped anywhere goes on as if it had not been. Nothing in a step
+waits for the device.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offramp.build import new_method, new_optimizer
+from offramp.capture import Stepper
+from offramp.checkpoint import State, load_optimizer_tensors, load_state, optimizer_tensors, save_state
+from offramp.config import RunConfig
+from offramp.data import Dataset
+from offramp.evaluate import accuracy
+from offramp.meta import Criterion
+from offramp.models import store
+from offramp.models.exits import ExitNet
+from offramp.models.fused import kernels
+from offramp.models.layers import use_kernels
+from offramp.objectives.weighting import LearnedWeighting, Weighting
+from offramp.rates import cosine, set_rate
+from offramp.runs import MetricsLog, begin_run
+from offramp.seeds import mix
+from offramp.step import HalfResult, Method, iterate
+from offramp.stopping import Stopped
+from offramp.tally import Tally, kept_in, save_samples
+from offramp.world import World
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where a run takes place; `caught` lists the signals that asked it to stop."""
+
+    data: Dataset
+    device: torch.device
+    world: World
+    caught: list[int] = field(default_factory=list)
+
+    @property
+    def writes(self) -> bool:
+        return self.world.rank == 0
+
+    def begin(self, out: Path, config: RunConfig, resume: bool) -> None:
+        """Make or check the run folder, in the first process; the others wait for it."""
+        refused: ValueError | None = None
+        if self.writes:
+            try:
+                begin_run(out, config, self.device, resume)
+            except ValueError as error:
+                refused = error
+        if self.world.any([refused is not None])[0]:
+            raise refused or ValueError(f"the first process cannot use {out}")
+
+
+@dataclass(frozen=True)
+class Event:
+    """What a loop has just done: begun (`total` steps, `done` of them earlier), or trained on `images`.
+
+    `line` is for people, at the end of an epoch; `now` says what comes next.
+    """
+
+    total: int = 0
+    done: int = 0
+    images: int = 0
+    line: str | None = None
+    now: str = "training"
+
+
+def fit(
+    config: RunConfig,
+    out: Path,
+    setup: Setup,
+    model: ExitNet,
+    module: nn.Module,
+    criterion: Criterion,
+    resume: bool,
+    final: bool = True,
+) -> Iterator[Event]:
+    """Train, one step per event. `model` is what is saved; `module` what is called: the model or a wrapper around it.
+
+    Not `final`: another phase follows, so a request to stop still counts after the last step.
+    """
+    setup.begin(out, config, resume)
+    loop = Loop(config, out, setup, model, module, criterion, resume)
+    yield Event(total=loop.total, done=loop.step)
+    with MetricsLog(out, loop.step) if setup.writes else nullcontext() as metrics:
+        while loop.step < loop.total:
+            last_half = loop.advance()
+            line = loop.end_epoch(last_half, metrics) if loop.step % loop.steps_per_epoch == 0 else None
+            loop.save_where_due(final)
+            yield Event(images=config.train.batch, line=line, now=loop.now())
+    if setup.writes:
+        store.write_tensors(out / store.WEIGHTS, model.state_dict())
+    setup.world.wait()  # a second phase reads what the first process has just written
+
+
+class Loop:
+    """Everything that a step needs, and how far the run has come."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        out: Path,
+        setup: Setup,
+        model: ExitNet,
+        module: nn.Module,
+        criterion: Criterion,
+        resume: bool,
+    ) -> None:
+        self.config, self.out, self.setup, self.model = config, out, setup, model
+        place, world, batch = setup.device, setup.world, config.train.batch
+        self.steps_per_epoch = setup.data.steps_per_epoch(batch)
+        self.total = self.steps_per_epoch * config.train.epochs
+        module.to(place, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+        fast = config.train.fast and place.type == "cuda"
+        use_kernels(module, fast and kernels() is not None)
+        self.optimizer = new_optimizer(model, config.train)
+        self.method = new_method(config, model.num_exits, criterion, place, world)
+        self.tally = Tally(model.num_exits, place)
+        self.step = restore(out, model, self.optimizer, self.method, self.tally) if resume else 0
+        self.stepper = Stepper(module, self.optimizer, self.method, iterate, capture=fast)
+        places = world.own_places(batch) if world.size > 1 else None
+        self.stream = setup.data.stream(batch, config.seed, place, self.step, places)
+        self.saver = Saver(config.train.save_seconds)
+        self.began, self.began_step = time.monotonic(), self.step
+
+    def advance(self) -> HalfResult:
+        """One loader batch; gives the result of its second half."""
+        set_rates(self.optimizer, self.method.weighting, self.config.train.initial_rate, cosine(self.step, self.total))
+        # for networks that draw: dropout
+        torch.manual_seed(mix(self.config.seed, "step", self.step, self.setup.world.rank))
+        halves = self.stepper(*next(self.stream), self.step)
+        for half in halves:
+            self.tally.add(half, self.step)
+        self.step += 1
+        return halves[-1]
+
+    def end_epoch(self, half: HalfResult, metrics: MetricsLog | None) -> str | None:
+        """Log the epoch; in the first process, evaluate and give a line for people."""
+        self.tally.refuse_non_finite(self.out)
+        config, epoch = self.config, self.step // self.steps_per_epoch
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        row = {"epoch": epoch, "step": self.step, "learning_rate": rate, **self.tally.means(self.setup.world)}
+        self.tally.reset()
+        if metrics is None:
+            return None
+        if epoch % config.train.eval_every == 0 or self.step == self.total:
+            row |= held_out(self.model, self.setup.data, self.setup.device)
+        images_done = (self.step - self.began_step) * config.train.batch
+        row["images_per_s"] = round(images_done / (time.monotonic() - self.began), 1)
+        save_samples(self.out, epoch, half, config.weighting.q)
+        metrics.add(row)
+        return epoch_line(row, config.train.epochs)
+
+    def save_where_due(self, final: bool) -> None:
+        """Save the state now and then, at the end, and before leaving on request."""
+        world, caught = self.setup.world, self.setup.caught
+        stopping, due = world.any([bool(caught), self.saver.due()])
+        if due or stopping or self.step == self.total:
+            self.tally.refuse_non_finite(self.out)
+            refuse_bad_params(self.model, self.step, self.out)
+            state = current_state(self.step, self.model, self.optimizer, self.method, self.tally)
+            if self.setup.writes:
+                save_state(self.out, state)
+        if stopping and (self.step < self.total or not final):
+            signum = caught[0] if caught else signal.SIGTERM  # another process's
+            raise Stopped(signum, f"stopped at step {self.step} of {self.total}, saved; go on with --resume")
+
+    def now(self) -> str:
+        """What comes next, for the bar."""
+        epoch = self.step // self.steps_per_epoch + 1
+        return f"epoch {epoch}/{self.config.train.epochs}" if self.step < self.total else "training"
+
+
+class Saver:
+    """Says when the next save is due."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.last = seconds, time.monotonic()
+
+    def due(self) -> bool:
+        if time.monotonic() - self.last < self.seconds:
+            return False
+        self.last = time.monotonic()
+        return True
+
+
+def refuse_bad_params(model: ExitNet, step: int, run: Path) -> None:
+    """A finite loss can still have had a gradient that was not: such params are never saved."""
+    finite = torch.stack([p.isfinite().all() for p in model.parameters()]).all()
+    if not finite:
+        raise ValueError(f"the params are not finite after step {step}; {kept_in(run)}")
+
+
+def set_rates(optimizer: torch.optim.Optimizer, weighting: Weighting, initial: float, share: float) -> None:
+    """Both learning rates at `share` of their initial values."""
+    set_rate(optimizer, share * initial)
+    if isinstance(weighting, LearnedWeighting):
+        weighting.set_rate(share)
+
+
+def current_state(step: int, model: ExitNet, optimizer: torch.optim.Optimizer, method: Method, tally: Tally) -> State:
+    parts = {
+        "model": model.state_dict(),
+        "optimizer": optimizer_tensors(model, optimizer),
+        "weighting": method.weighting.tensors(),
+        "tally": tally.summed(method.world),
+    }
+    return State(step, parts, info={})
+
+
+def restore(run: Path, model: ExitNet, optimizer: torch.optim.Optimizer, method: Method, tally: Tally) -> int:
+    """Put the run's last state back; the step to go on from, 0 if nothing was saved yet."""
+    state = load_state(run)
+    if state is None:
+        return 0
+    store.load_state(model, state.parts["model"], run / "last")
+    load_optimizer_tensors(model, optimizer, state.parts["optimizer"])
+    method.weighting.load_tensors(state.parts["weighting"])
+    tally.load(state.parts["tally"], method.world)
+    return state.step
+
+
+def held_out(model: ExitNet, data: Dataset, device: torch.device) -> dict[str, Any]:
+    """Accuracy on the calibration split, never on test data."""
+    if data.size("calibration") == 0:
+        return {}
+    return {"calibration_top1": accuracy(model, data, "calibration", device)}
+
+
+def epoch_line(row: dict[str, Any], epochs: int) -> str:
+    kind = "calibration" if "calibration_top1" in row else "train"
+    exits = " ".join(f"{100 * share:5.1f}" for share in row[f"{kind}_top1"])
+    loss = sum(row["train_loss"])
+    return f"epoch {row['epoch']:>3}/{epochs}  loss {loss:7.3f}  {kind} top-1 per exit: {exits} %"

@@ -1,0 +1,153 @@
+"""conv-BN-ReLU with its gradient and its tangent, in the plain operations of torch or in kernels of our own.
+
+Both give the same three things: a forward whose result can be differentiated, what a tangent needs of it (`Kept`),
+and the tangent. `plain` runs anywhere and in any precision; `fused` on GPUs.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from offramp.models.tape import values_and_tangent
+
+Running = tuple[Tensor, Tensor] | None
+
+
+class Kept(NamedTuple):
+    """What is kept of a forward: the input, the convolution's output, batch statistics, the output."""
+
+    x: Tensor
+    y: Tensor
+    mean_C: Tensor
+    inverse_std_C: Tensor
+    out: Tensor
+
+
+def plain_forward(x: Tensor, conv: nn.Conv2d, bn: nn.BatchNorm2d, running: Running) -> tuple[Tensor, Kept]:
+    y = conv(x)
+    means, variances = running or (None, None)
+    z, mean, inverse_std = torch.ops.aten.native_batch_norm(
+        y, bn.weight, bn.bias, means, variances, True, bn.momentum, bn.eps
+    )
+    out = z.relu_()
+    return out, Kept(x.detach(), y.detach(), mean, inverse_std, out.detach())
+
+
+def plain_tangent(kept: Kept, x_moves: Tensor | None, conv: nn.Conv2d, bn: nn.BatchNorm2d) -> Tensor | None:
+    """How the output moves when the input moves by `x_moves` and the params by their own tangents."""
+    weight, weight_moves = values_and_tangent(conv.weight)
+    scale, scale_moves = values_and_tangent(bn.weight)
+    shift_moves = values_and_tangent(bn.bias)[1]
+    found = None
+    y_moves = _sum(_conv(x_moves, weight, conv), _conv(kept.x, weight_moves, conv))
+    # A moving bias moves y by the same everywhere, which BatchNorm takes out again.
+    if y_moves is not None:
+        # The derivative of normalising is a symmetric matrix: tangents go through it as gradients do.
+        found = torch.ops.aten.native_batch_norm_backward(
+            y_moves, kept.y, scale, None, None, kept.mean_C, kept.inverse_std_C, True, bn.eps, [True, False, False]
+        )[0]
+    if scale_moves is not None and shift_moves is not None:
+        slope = scale_moves * kept.inverse_std_C
+        level = shift_moves - slope * kept.mean_C
+        slope, level = (v.to(kept.y.dtype).view(1, -1, 1, 1) for v in (slope, level))
+        found = torch.addcmul(level if found is None else found.add_(level), kept.y, slope)
+    return None if found is None else torch.ops.aten.threshold_backward(found, kept.out, 0)
+
+
+def _conv(x: Tensor | None, weight: Tensor | None, conv: nn.Conv2d) -> Tensor | None:
+    if x is None or weight is None:
+        return None
+    return F.conv2d(x, weight, None, conv.stride, conv.padding, groups=conv.groups)
+
+
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a.add_(b)
+
+
+def kernels() -> ModuleType | None:
+    """Our kernels, where Triton is installed."""
+    try:
+        from offramp.models import kernels
+    except ImportError:
+        return None
+    return kernels
+
+
+def suits(conv: nn.Conv2d) -> bool:
+    """Whether our kernels know such a convolution: 1x1 or 3x3 with the usual padding, no bias, no groups."""
+    size = conv.kernel_size[0]
+    same = (size, size), (size // 2, size // 2), (1, 1), (conv.stride[0],) * 2
+    asked = conv.kernel_size, conv.padding, conv.dilation, conv.stride
+    return asked == same and size in (1, 3) and conv.groups == 1 and conv.bias is None
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        shift: Tensor,
+        running: Running,
+        stride: int,
+        bn: nn.BatchNorm2d,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        own = kernels()
+        assert own is not None
+        height, width = ((side + stride - 1) // stride for side in x.shape[2:])
+        y = own.new_map(x, len(weight), height, width)
+        sums = own.convolve(x, weight, y, stride, sums=own.SQUARES)
+        out, mean, inverse_std = own.normalise_relu(y, sums, scale, shift, bn.eps, bn.momentum, running)
+        ctx.save_for_backward(x, weight, scale, y, out, mean, inverse_std)
+        ctx.stride = stride
+        ctx.mark_non_differentiable(y, mean, inverse_std)
+        return out, y, mean, inverse_std
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        own = kernels()
+        assert own is not None
+        x, weight, scale, y, out, mean, inverse_std = ctx.saved_tensors
+        by_y, by_scale, by_shift = own.gradient_before_relu(own.as_rows(gradient), y, out, scale, mean, inverse_std)
+        by_x = None
+        if ctx.needs_input_grad[0]:
+            by_x = own.new_map(x, *x.shape[1:])
+            own.convolve(by_y, weight, by_x, ctx.stride, transposed=True)
+        return by_x, own.filter_gradient(x, by_y, weight, ctx.stride), by_scale, by_shift, None, None, None
+
+
+def fused_forward(x: Tensor, conv: nn.Conv2d, bn: nn.BatchNorm2d, running: Running) -> tuple[Tensor, Kept]:
+    own = kernels()
+    assert own is not None
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        x = x.to(torch.get_autocast_dtype(kind))
+    x, weight = own.as_rows(x), conv.weight.contiguous(memory_format=torch.channels_last)
+    out, y, mean, inverse_std = _Fused.apply(x, weight, bn.weight, bn.bias, running, conv.stride[0], bn)
+    return out, Kept(x.detach(), y, mean, inverse_std, out.detach())
+
+
+def fused_tangent(kept: Kept, x_moves: Tensor | None, conv: nn.Conv2d, bn: nn.BatchNorm2d) -> Tensor | None:
+    """As `plain_tangent`, for params that all move."""
+    own = kernels()
+    assert own is not None
+    (weight, weight_moves), (scale, scale_moves) = values_and_tangent(conv.weight), values_and_tangent(bn.weight)
+    shift_moves = values_and_tangent(bn.bias)[1]
+    if weight_moves is None or scale_moves is None or shift_moves is None:
+        return plain_tangent(kept, x_moves, conv, bn)
+    weight, weight_moves = (w.contiguous(memory_format=torch.channels_last) for w in (weight, weight_moves))
+    y_moves = torch.empty_like(kept.y)
+    along, stride = (kept.y, kept.mean_C, kept.inverse_std_C), conv.stride[0]
+    if x_moves is None:
+        sums = own.convolve(kept.x, weight_moves, y_moves, stride, sums=own.ALONG, along=along)
+    else:
+        pair = kept.x, weight_moves
+        sums = own.convolve(own.as_rows(x_moves), weight, y_moves, stride, pair=pair, sums=own.ALONG, along=along)
+    statistics = scale, kept.mean_C, kept.inverse_std_C
+    return own.tangent_after_relu(y_moves, sums, kept.y, kept.out, *statistics, scale_moves, shift_moves)
