@@ -93,6 +93,24 @@ def test_an_input_that_does_not_move() -> None:
     close(results[1], results[0])
 
 
+@pytest.mark.parametrize("channels", [(16, 6), (22, 3, 5), (8, 8), (3,), (40, 6, 6)])
+def test_joined_maps_and_what_lies_between(channels: tuple[int, ...]) -> None:
+    """Whatever the widths: the same channels as a concatenation, zeros up to the next multiple of eight."""
+    from offramp.models import kernels
+
+    maps = [
+        torch.randn(2, c + 5, 4, 3, device=DEVICE).contiguous(memory_format=torch.channels_last)[:, :c]
+        for c in channels
+    ]
+    wide = torch.randn(2, 8 * sum(channels), 4, 3, device=DEVICE).contiguous(memory_format=torch.channels_last)
+    maps[0] = wide[:, : channels[0]]  # rows that begin at multiples of eight, with neighbours that are not zero
+    joined = kernels.join(maps)
+    assert torch.equal(joined, torch.cat(maps, dim=1))
+    room = kernels.row_stride(joined)
+    rows = joined.as_strided((2 * 4 * 3, room), (room, 1))
+    assert room % 8 == 0 and (rows[:, sum(channels) :] == 0).all()
+
+
 def test_sums_repeat_and_no_trace_is_left() -> None:
     _, ours = layers(SHAPES[2])
     before = [b.clone() for b in ours.buffers()]

@@ -6,6 +6,7 @@ and the tangent. `plain` runs anywhere and in any precision; `fused` on GPUs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -87,10 +88,13 @@ def suits(conv: nn.Conv2d) -> bool:
 
 
 class _Fused(torch.autograd.Function):
+    """`rows` is x as a map of the kernels', outside of any graph."""
+
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        rows: Tensor,
         weight: Tensor,
         scale: Tensor,
         shift: Tensor,
@@ -101,10 +105,10 @@ class _Fused(torch.autograd.Function):
         own = kernels()
         assert own is not None
         height, width = ((side + stride - 1) // stride for side in x.shape[2:])
-        y = own.new_map(x, len(weight), height, width)
-        sums = own.convolve(x, weight, y, stride, sums=own.SQUARES)
+        y = own.new_map(rows, len(weight), height, width)
+        sums = own.convolve(rows, weight, y, stride, sums=own.SQUARES)
         out, mean, inverse_std = own.normalise_relu(y, sums, scale, shift, bn.eps, bn.momentum, running)
-        ctx.save_for_backward(x, weight, scale, y, out, mean, inverse_std)
+        ctx.save_for_backward(rows, weight, y, scale, shift, mean, inverse_std)
         ctx.stride = stride
         ctx.mark_non_differentiable(y, mean, inverse_std)
         return out, y, mean, inverse_std
@@ -113,13 +117,32 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         own = kernels()
         assert own is not None
-        x, weight, scale, y, out, mean, inverse_std = ctx.saved_tensors
-        by_y, by_scale, by_shift = own.gradient_before_relu(own.as_rows(gradient), y, out, scale, mean, inverse_std)
+        rows, weight, y, *norm = ctx.saved_tensors
+        by_y, by_scale, by_shift = own.gradient_before_relu(own.as_rows(gradient), y, norm)
         by_x = None
         if ctx.needs_input_grad[0]:
-            by_x = own.new_map(x, *x.shape[1:])
+            by_x = own.new_map(rows, *rows.shape[1:])
             own.convolve(by_y, weight, by_x, ctx.stride, transposed=True)
-        return by_x, own.filter_gradient(x, by_y, weight, ctx.stride), by_scale, by_shift, None, None, None
+        by_weight = own.filter_gradient(rows, by_y, weight, ctx.stride)
+        return by_x, None, by_weight, by_scale, by_shift, None, None, None
+
+
+class _Joined(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *maps: Tensor) -> Tensor:
+        own = kernels()
+        assert own is not None
+        ctx.channels = [m.shape[1] for m in maps]
+        return own.join(maps)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+        return gradient.split(ctx.channels, dim=1)
+
+
+def joined(maps: Sequence[Tensor], with_kernels: bool) -> Tensor:
+    """Maps of one size side by side, along the channels."""
+    return _Joined.apply(*maps) if with_kernels else torch.cat(list(maps), dim=1)
 
 
 def fused_forward(x: Tensor, conv: nn.Conv2d, bn: nn.BatchNorm2d, running: Running) -> tuple[Tensor, Kept]:
@@ -128,9 +151,9 @@ def fused_forward(x: Tensor, conv: nn.Conv2d, bn: nn.BatchNorm2d, running: Runni
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
-    x, weight = own.as_rows(x), conv.weight.contiguous(memory_format=torch.channels_last)
-    out, y, mean, inverse_std = _Fused.apply(x, weight, bn.weight, bn.bias, running, conv.stride[0], bn)
-    return out, Kept(x.detach(), y, mean, inverse_std, out.detach())
+    rows, weight = own.as_map(x.detach()), conv.weight.contiguous(memory_format=torch.channels_last)
+    out, y, mean, inverse_std = _Fused.apply(x, rows, weight, bn.weight, bn.bias, running, conv.stride[0], bn)
+    return out, Kept(rows, y, mean, inverse_std, out.detach())
 
 
 def fused_tangent(kept: Kept, x_moves: Tensor | None, conv: nn.Conv2d, bn: nn.BatchNorm2d) -> Tensor | None:
@@ -138,16 +161,16 @@ def fused_tangent(kept: Kept, x_moves: Tensor | None, conv: nn.Conv2d, bn: nn.Ba
     own = kernels()
     assert own is not None
     (weight, weight_moves), (scale, scale_moves) = values_and_tangent(conv.weight), values_and_tangent(bn.weight)
-    shift_moves = values_and_tangent(bn.bias)[1]
+    shift, shift_moves = values_and_tangent(bn.bias)
     if weight_moves is None or scale_moves is None or shift_moves is None:
         return plain_tangent(kept, x_moves, conv, bn)
     weight, weight_moves = (w.contiguous(memory_format=torch.channels_last) for w in (weight, weight_moves))
-    y_moves = torch.empty_like(kept.y)
+    y_moves = own.new_map(kept.y, *kept.y.shape[1:])
     along, stride = (kept.y, kept.mean_C, kept.inverse_std_C), conv.stride[0]
     if x_moves is None:
         sums = own.convolve(kept.x, weight_moves, y_moves, stride, sums=own.ALONG, along=along)
     else:
         pair = kept.x, weight_moves
-        sums = own.convolve(own.as_rows(x_moves), weight, y_moves, stride, pair=pair, sums=own.ALONG, along=along)
-    statistics = scale, kept.mean_C, kept.inverse_std_C
-    return own.tangent_after_relu(y_moves, sums, kept.y, kept.out, *statistics, scale_moves, shift_moves)
+        sums = own.convolve(own.as_map(x_moves), weight, y_moves, stride, pair=pair, sums=own.ALONG, along=along)
+    norm = scale, shift, kept.mean_C, kept.inverse_std_C
+    return own.tangent_after_relu(y_moves, sums, kept.y, norm, scale_moves, shift_moves)

@@ -1,10 +1,10 @@
 """Convolution, BatchNorm and ReLU on an H200-class GPU, as a few kernels that read and write no more than they must.
 
 MSDNet's maps are many and thin: 6 to 48 new channels per layer. Libraries pad such channels, change layouts and run
-one kernel after another for what is a single sweep over memory. Here a map is a matrix, one row per pixel
-(NHWC), of any row stride; one kernel convolves (forwards, for gradients and for tangents, by an implicit matrix
-product) and sums up what BatchNorm needs on the way. Sums are partial sums per program, added up in a fixed
-order: results repeat bit for bit.
+one kernel after another for what is a single sweep over memory. Here a map is a matrix, one row per pixel (NHWC);
+rows begin at multiples of eight elements, so that eight channels are one load, and what lies between is zero. One
+kernel convolves (forwards, for gradients and for tangents, by an implicit matrix product) and sums up what BatchNorm
+needs on the way. Sums are partial sums per program, added up in a fixed order: results repeat bit for bit.
 
 Names: M rows (pixels) of the result, taps of the filter, `inner` channels that are summed over, `outer` ones that come
 out.
@@ -12,13 +12,68 @@ out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 PROGRAMS = 1056  # eight for each multiprocessor of an H200
+SWEEP = 4096  # elements that one program of a sweep takes at a time
 NO_SUMS, SQUARES, ALONG = 0, 1, 2
+
+
+@triton.jit
+def _along_depth(k, inner8, SIZE: tl.constexpr, INNER8: tl.constexpr):
+    """Tap and channel of places along the depth: tap by tap, the channels of a tap in eights."""
+    if SIZE == 1:
+        return tl.where(k < inner8 * 8, 0, 1), k
+    tap = k // 8 // INNER8
+    return tap, (k // 8 - tap * INNER8) * 8 + k % 8
+
+
+@triton.jit
+def _read(
+    x,
+    row_x8,
+    rows,
+    tap,
+    channel,
+    row_ok,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUT_HEIGHT: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """What rows of the result read of the map x under each tap and channel, [rows, depth]; outside the map zeros."""
+    image = rows // (OUT_HEIGHT * OUT_WIDTH)
+    top = rows // OUT_WIDTH % OUT_HEIGHT
+    left = rows % OUT_WIDTH
+    if TRANSPOSED:
+        down = top[:, None] + (SIZE // 2 - tap // SIZE)[None, :]
+        right = left[:, None] + (SIZE // 2 - tap % SIZE)[None, :]
+        ok = (down >= 0) & (right >= 0) & (down % STRIDE == 0) & (right % STRIDE == 0)
+        down = down // STRIDE
+        right = right // STRIDE
+        ok = ok & (down < HEIGHT) & (right < WIDTH)
+    else:
+        down = top[:, None] * STRIDE + (tap // SIZE - SIZE // 2)[None, :]
+        right = left[:, None] * STRIDE + (tap % SIZE - SIZE // 2)[None, :]
+        ok = (down >= 0) & (down < HEIGHT) & (right >= 0) & (right < WIDTH)
+    ok = ok & row_ok[:, None] & (tap < SIZE * SIZE)[None, :]
+    pixel = (image[:, None] * HEIGHT + down) * WIDTH + right
+    return tl.load(x + pixel * (row_x8 * 8) + channel[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def _weights(w, w_outer, w_tap, w_inner, tap, channel, cols, inner, outer, TAPS: tl.constexpr):
+    """The filter under each tap and channel for columns of the result, [depth, columns]; beyond its channels zeros."""
+    ok = ((tap < TAPS) & (channel < inner))[:, None] & (cols < outer)[None, :]
+    return tl.load(w + (tap * w_tap + channel * w_inner)[:, None] + cols[None, :] * w_outer, mask=ok, other=0.0)
 
 
 @triton.jit
@@ -34,21 +89,22 @@ def _conv(
     sums,
     rows_total,
     tiles_each,
-    height,
-    width,
-    out_height,
-    out_width,
     inner,
     outer,
-    row_x,
-    row_x2,
-    row_y,
-    row_along,
+    row_x8,
+    row_x28,
+    row_y8,
+    row_along8,
     w_outer,
     w_tap,
     w_inner,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUT_HEIGHT: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
+    INNER8: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PAIR: tl.constexpr,
     SUMS: tl.constexpr,
@@ -60,60 +116,46 @@ def _conv(
     program, column = tl.program_id(0), tl.program_id(1)
     cols = column * BN + tl.arange(0, BN)
     col_ok = cols < outer
-    depth = SIZE * SIZE * inner
-    first = tl.zeros([BN], tl.float32)
-    second = tl.zeros([BN], tl.float32)
+    inner8 = (inner + 7) // 8
+    first = tl.zeros([BM, BN], tl.float32)
+    second = tl.zeros([BM, BN], tl.float32)
     if SUMS == 2:
         mu = tl.load(mean + cols, mask=col_ok, other=0.0)
         inv = tl.load(inverse_std + cols, mask=col_ok, other=0.0)
     for tile in range(tiles_each):
         rows = (program * tiles_each + tile) * BM + tl.arange(0, BM)
         row_ok = rows < rows_total
-        image = rows // (out_height * out_width)
-        pixel = rows % (out_height * out_width)
-        top = pixel // out_width
-        left = pixel % out_width
         acc = tl.zeros([BM, BN], tl.float32)
-        for start in range(0, depth, BK):
-            k = start + tl.arange(0, BK)
-            tap = k // inner
-            channel = k % inner
-            if TRANSPOSED:
-                down = top[:, None] + SIZE // 2 - (tap // SIZE)[None, :]
-                right = left[:, None] + SIZE // 2 - (tap % SIZE)[None, :]
-                ok = (down >= 0) & (right >= 0) & (down % STRIDE == 0) & (right % STRIDE == 0)
-                down = down // STRIDE
-                right = right // STRIDE
-            else:
-                down = top[:, None] * STRIDE + (tap // SIZE)[None, :] - SIZE // 2
-                right = left[:, None] * STRIDE + (tap % SIZE)[None, :] - SIZE // 2
-                ok = (down >= 0) & (right >= 0)
-            ok = ok & (down < height) & (right < width) & row_ok[:, None] & (k < depth)[None, :]
-            place = (image[:, None] * height + down) * width + right
-            w_at = cols[None, :] * w_outer + (tap * w_tap + channel * w_inner)[:, None]
-            w_ok = (k < depth)[:, None] & col_ok[None, :]
-            a = tl.load(x + place * row_x + channel[None, :], mask=ok, other=0.0)
-            b = tl.load(w + w_at, mask=w_ok, other=0.0).to(a.dtype)
-            acc = tl.dot(a, b, acc, input_precision="ieee")
+        for start in range(0, SIZE * SIZE * inner8 * 8, BK):
+            tap, channel = _along_depth(start + tl.arange(0, BK), inner8, SIZE, INNER8)
+            a = _read(
+                x, row_x8, rows, tap, channel, row_ok,
+                HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, SIZE, STRIDE, TRANSPOSED,
+            )  # fmt: skip
+            b = _weights(w, w_outer, w_tap, w_inner, tap, channel, cols, inner, outer, SIZE * SIZE)
+            acc = tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
             if PAIR:
-                a2 = tl.load(x2 + place * row_x2 + channel[None, :], mask=ok, other=0.0)
-                b2 = tl.load(w2 + w_at, mask=w_ok, other=0.0).to(a2.dtype)
-                acc = tl.dot(a2, b2, acc, input_precision="ieee")
-        here = row_ok[:, None] & col_ok[None, :]
+                a2 = _read(
+                    x2, row_x28, rows, tap, channel, row_ok,
+                    HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, SIZE, STRIDE, TRANSPOSED,
+                )  # fmt: skip
+                b2 = _weights(w2, w_outer, w_tap, w_inner, tap, channel, cols, inner, outer, SIZE * SIZE)
+                acc = tl.dot(a2, b2.to(a2.dtype), acc, input_precision="ieee")
+        here = row_ok[:, None] & (cols < row_y8 * 8)[None, :]  # what lies between rows is zero
         rounded = acc.to(y.dtype.element_ty)
-        tl.store(y + rows[:, None] * row_y + cols[None, :], rounded, mask=here)
+        tl.store(y + rows[:, None] * (row_y8 * 8) + cols[None, :], rounded, mask=here)
         if SUMS > 0:
-            value = tl.where(here, rounded.to(tl.float32), 0.0)
-            first += tl.sum(value, axis=0)
+            value = rounded.to(tl.float32)  # zero where there is no row
+            first += value
             if SUMS == 1:
-                second += tl.sum(value * value, axis=0)
+                second += value * value
             else:
-                before = tl.load(along + rows[:, None] * row_along + cols[None, :], mask=here, other=0.0)
-                second += tl.sum(value * (before.to(tl.float32) - mu[None, :]) * inv[None, :], axis=0)
+                before = tl.load(along + rows[:, None] * (row_along8 * 8) + cols[None, :], mask=here, other=0.0)
+                second += value * ((before.to(tl.float32) - mu[None, :]) * inv[None, :])
     if SUMS > 0:
         at = sums + program * 2 * outer + cols
-        tl.store(at, first, mask=col_ok)
-        tl.store(at + outer, second, mask=col_ok)
+        tl.store(at, tl.sum(first, axis=0), mask=col_ok)
+        tl.store(at + outer, tl.sum(second, axis=0), mask=col_ok)
 
 
 @triton.jit
@@ -139,31 +181,23 @@ def _statistics(
     rows_total,
     eps,
     momentum,
-    scale,
-    shift,
     mean,
     inverse_std,
-    slope,
-    level,
     running_mean,
     running_var,
     TRACK: tl.constexpr,
     BP: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Mean and deviation of a batch; `slope` and `level` turn y into what ReLU sees."""
+    """Mean and inverse deviation of a batch; the running ones follow."""
     column = tl.program_id(0)
     first, second = _sum_up(sums, programs, channels, column, BP, BC)
     cols = column * BC + tl.arange(0, BC)
     ok = cols < channels
     mu = first / rows_total
     var = tl.maximum(second / rows_total - mu * mu, 0.0)
-    inv = 1.0 / tl.sqrt(var.to(tl.float32) + eps)
-    a = tl.load(scale + cols, mask=ok, other=0.0) * inv
     tl.store(mean + cols, mu.to(tl.float32), mask=ok)
-    tl.store(inverse_std + cols, inv, mask=ok)
-    tl.store(slope + cols, a, mask=ok)
-    tl.store(level + cols, tl.load(shift + cols, mask=ok, other=0.0) - a * mu.to(tl.float32), mask=ok)
+    tl.store(inverse_std + cols, 1.0 / tl.sqrt(var.to(tl.float32) + eps), mask=ok)
     if TRACK:
         unbiased = (var * (rows_total / (rows_total - 1.0))).to(tl.float32)
         old_mean = tl.load(running_mean + cols, mask=ok, other=0.0)
@@ -173,24 +207,64 @@ def _statistics(
 
 
 @triton.jit
-def _affine_relu(y, out, slope, level, rows_total, channels, row_y, row_out, BR: tl.constexpr, BC: tl.constexpr):
+def _affine(scale, shift, mu, inv, cols, ok):
+    """BatchNorm as slope and level: what ReLU sees is slope * y + level."""
+    slope = tl.load(scale + cols, mask=ok, other=0.0) * inv
+    return slope, tl.load(shift + cols, mask=ok, other=0.0) - slope * mu
+
+
+@triton.jit
+def _sweep(x, rows, cols, row_x, rows_total, channels, EIGHTS: tl.constexpr):
+    """A tile of a map as float32. EIGHTS: `row_x` counts eights, and what lies between rows may be read with them."""
+    if EIGHTS:
+        at = x + rows[:, None] * (row_x * 8) + cols[None, :]
+        ok = (rows < rows_total)[:, None] & (cols < (channels + 7) // 8 * 8)[None, :]
+    else:
+        at = x + rows[:, None] * row_x + cols[None, :]
+        ok = (rows < rows_total)[:, None] & (cols < channels)[None, :]
+    return tl.load(at, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _fill(x, value, rows, cols, row_x8, rows_total, channels):
+    """Write a tile of a map, and zeros between rows: there `value` is zero."""
+    ok = (rows < rows_total)[:, None] & (cols < (channels + 7) // 8 * 8)[None, :]
+    tl.store(x + rows[:, None] * (row_x8 * 8) + cols[None, :], value.to(x.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _normalise_relu(
+    y,
+    out,
+    scale,
+    shift,
+    mean,
+    inverse_std,
+    rows_total,
+    channels,
+    row_y8,
+    row_out8,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
     """out = max(slope * y + level, 0)."""
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
     col_ok = cols < channels
-    ok = (rows < rows_total)[:, None] & col_ok[None, :]
-    a = tl.load(slope + cols, mask=col_ok, other=0.0)
-    b = tl.load(level + cols, mask=col_ok, other=0.0)
-    value = tl.load(y + rows[:, None] * row_y + cols[None, :], mask=ok, other=0.0).to(tl.float32)
-    value = tl.maximum(a[None, :] * value + b[None, :], 0.0)
-    tl.store(out + rows[:, None] * row_out + cols[None, :], value.to(out.dtype.element_ty), mask=ok)
+    mu = tl.load(mean + cols, mask=col_ok, other=0.0)
+    inv = tl.load(inverse_std + cols, mask=col_ok, other=0.0)
+    slope, level = _affine(scale, shift, mu, inv, cols, col_ok)
+    value = _sweep(y, rows, cols, row_y8, rows_total, channels, True)
+    value = tl.maximum(slope[None, :] * value + level[None, :], 0.0)
+    _fill(out, value, rows, cols, row_out8, rows_total, channels)
 
 
 @triton.jit
 def _gradient_sums(
     gradient,
     y,
-    out,
+    scale,
+    shift,
     mean,
     inverse_std,
     sums,
@@ -198,8 +272,8 @@ def _gradient_sums(
     tiles_each,
     channels,
     row_gradient,
-    row_y,
-    row_out,
+    row_y8,
+    EIGHTS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -209,20 +283,19 @@ def _gradient_sums(
     col_ok = cols < channels
     mu = tl.load(mean + cols, mask=col_ok, other=0.0)
     inv = tl.load(inverse_std + cols, mask=col_ok, other=0.0)
-    first = tl.zeros([BC], tl.float32)
-    second = tl.zeros([BC], tl.float32)
+    slope, level = _affine(scale, shift, mu, inv, cols, col_ok)
+    first = tl.zeros([BR, BC], tl.float32)
+    second = tl.zeros([BR, BC], tl.float32)
     for tile in range(tiles_each):
         rows = (program * tiles_each + tile) * BR + tl.arange(0, BR)
-        ok = (rows < rows_total)[:, None] & col_ok[None, :]
-        g = tl.load(gradient + rows[:, None] * row_gradient + cols[None, :], mask=ok, other=0.0).to(tl.float32)
-        z = tl.load(out + rows[:, None] * row_out + cols[None, :], mask=ok, other=0.0).to(tl.float32)
-        v = tl.load(y + rows[:, None] * row_y + cols[None, :], mask=ok, other=0.0).to(tl.float32)
-        g = tl.where(z > 0, g, 0.0)
-        first += tl.sum(g, axis=0)
-        second += tl.sum(g * (v - mu[None, :]) * inv[None, :], axis=0)
+        g = _sweep(gradient, rows, cols, row_gradient, rows_total, channels, EIGHTS)
+        v = _sweep(y, rows, cols, row_y8, rows_total, channels, True)
+        g = tl.where(slope[None, :] * v + level[None, :] > 0, g, 0.0)
+        first += g
+        second += g * ((v - mu[None, :]) * inv[None, :])
     at = sums + program * 2 * channels + cols
-    tl.store(at, first, mask=col_ok)
-    tl.store(at + channels, second, mask=col_ok)
+    tl.store(at, tl.sum(first, axis=0), mask=col_ok)
+    tl.store(at + channels, tl.sum(second, axis=0), mask=col_ok)
 
 
 @triton.jit
@@ -290,15 +363,18 @@ def _tangent_plan(
 def _planned(
     moving,
     y,
-    out,
     result,
     plan,
+    scale,
+    shift,
+    mean,
+    inverse_std,
     rows_total,
     channels,
     row_moving,
-    row_y,
-    row_out,
-    row_result,
+    row_y8,
+    row_result8,
+    EIGHTS: tl.constexpr,
     TANGENT: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
@@ -307,18 +383,20 @@ def _planned(
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
     col_ok = cols < channels
-    ok = (rows < rows_total)[:, None] & col_ok[None, :]
     a = tl.load(plan + cols, mask=col_ok, other=0.0)
     b = tl.load(plan + channels + cols, mask=col_ok, other=0.0)
     c = tl.load(plan + 2 * channels + cols, mask=col_ok, other=0.0)
-    m = tl.load(moving + rows[:, None] * row_moving + cols[None, :], mask=ok, other=0.0).to(tl.float32)
-    v = tl.load(y + rows[:, None] * row_y + cols[None, :], mask=ok, other=0.0).to(tl.float32)
-    z = tl.load(out + rows[:, None] * row_out + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+    mu = tl.load(mean + cols, mask=col_ok, other=0.0)
+    inv = tl.load(inverse_std + cols, mask=col_ok, other=0.0)
+    slope, level = _affine(scale, shift, mu, inv, cols, col_ok)
+    m = _sweep(moving, rows, cols, row_moving, rows_total, channels, EIGHTS)
+    v = _sweep(y, rows, cols, row_y8, rows_total, channels, True)
+    alive = slope[None, :] * v + level[None, :] > 0
     if TANGENT:
-        found = tl.where(z > 0, a[None, :] * m + b[None, :] * v + c[None, :], 0.0)
+        found = tl.where(alive, a[None, :] * m + b[None, :] * v + c[None, :], 0.0)
     else:
-        found = a[None, :] * tl.where(z > 0, m, 0.0) + b[None, :] * v + c[None, :]
-    tl.store(result + rows[:, None] * row_result + cols[None, :], found.to(result.dtype.element_ty), mask=ok)
+        found = a[None, :] * tl.where(alive, m, 0.0) + b[None, :] * v + c[None, :]
+    _fill(result, found, rows, cols, row_result8, rows_total, channels)
 
 
 @triton.jit
@@ -328,16 +406,17 @@ def _filter_gradient(
     parts,
     rows_total,
     tiles_each,
-    height,
-    width,
-    out_height,
-    out_width,
     inner,
     outer,
-    row_x,
-    row_gradient,
+    row_x8,
+    row_gradient8,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OUT_HEIGHT: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
+    INNER8: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -345,27 +424,49 @@ def _filter_gradient(
     """Partial sums over rows of gradient (outer channels, BN at a time) x input under each tap (BK at a time)."""
     program = tl.program_id(0)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
-    depth = SIZE * SIZE * inner
-    k = tl.program_id(2) * BK + tl.arange(0, BK)
-    tap = k // inner
-    channel = k % inner
+    inner8 = (inner + 7) // 8
+    tap, channel = _along_depth(tl.program_id(2) * BK + tl.arange(0, BK), inner8, SIZE, INNER8)
     acc = tl.zeros([BN, BK], tl.float32)
     for tile in range(tiles_each):
         rows = (program * tiles_each + tile) * BM + tl.arange(0, BM)
         row_ok = rows < rows_total
-        image = rows // (out_height * out_width)
-        pixel = rows % (out_height * out_width)
-        down = (pixel // out_width)[:, None] * STRIDE + (tap // SIZE)[None, :] - SIZE // 2
-        right = (pixel % out_width)[:, None] * STRIDE + (tap % SIZE)[None, :] - SIZE // 2
-        ok = (down >= 0) & (right >= 0) & (down < height) & (right < width)
-        ok = ok & row_ok[:, None] & (k < depth)[None, :]
-        place = (image[:, None] * height + down) * width + right
-        b = tl.load(x + place * row_x + channel[None, :], mask=ok, other=0.0)
-        here = row_ok[None, :] & (cols < outer)[:, None]
-        a = tl.load(gradient + rows[None, :] * row_gradient + cols[:, None], mask=here, other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
-    at = parts + program * outer * depth + cols[:, None] * depth + k[None, :]
-    tl.store(at, acc, mask=(cols < outer)[:, None] & (k < depth)[None, :])
+        b = _read(
+            x, row_x8, rows, tap, channel, row_ok, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, SIZE, STRIDE, False
+        )  # fmt: skip
+        here = row_ok[:, None] & (cols < row_gradient8 * 8)[None, :]
+        a = tl.load(gradient + rows[:, None] * (row_gradient8 * 8) + cols[None, :], mask=here, other=0.0)
+        acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
+    depth = SIZE * SIZE * inner
+    ok = (cols < outer)[:, None] & ((tap < SIZE * SIZE) & (channel < inner))[None, :]
+    at = parts + program * outer * depth + cols[:, None] * depth + (tap * inner + channel)[None, :]
+    tl.store(at, acc, mask=ok)
+
+
+@triton.jit
+def _copy(
+    source,
+    target,
+    rows_total,
+    channels,
+    row_source,
+    row_target8,
+    limit,
+    EIGHTS: tl.constexpr,
+    TO_EIGHTS: tl.constexpr,
+    BR: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """The source's channels, and zeros behind them: up to a multiple of eight if the target begins at one."""
+    rows = tl.program_id(0) * BR + tl.arange(0, BR)
+    cols = tl.program_id(1) * BC + tl.arange(0, BC)
+    value = _sweep(source, rows, cols, row_source, rows_total, channels, EIGHTS)
+    value = tl.where((cols < channels)[None, :], value, 0.0)
+    if TO_EIGHTS:
+        _fill(target, value, rows, cols, row_target8, rows_total, channels)
+    else:
+        ok = (rows < rows_total)[:, None] & (cols < limit)[None, :]
+        at = target + rows[:, None] * (row_target8 * 8) + cols[None, :]
+        tl.store(at, value.to(target.dtype.element_ty), mask=ok)
 
 
 def row_stride(x: Tensor) -> int:
@@ -383,13 +484,54 @@ def _dims(x: Tensor) -> tuple[tuple[int, int, int], ...]:
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """The map itself if its pixels are rows, else a copy whose are."""
+    """The map itself if its pixels are rows, however far apart, else a copy whose are."""
     return x if row_stride(x) else x.contiguous(memory_format=torch.channels_last)
 
 
-def new_map(like: Tensor, channels: int, height: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
-    shape = (len(like), channels, height, width)
-    return torch.empty(shape, dtype=dtype or like.dtype, device=like.device, memory_format=torch.channels_last)
+def as_map(x: Tensor) -> Tensor:
+    """The map itself if its pixels are rows that begin at a multiple of eight elements, else a copy whose do."""
+    return x if row_stride(x) and _eights(x)[1] else join([x])
+
+
+def _eights(x: Tensor) -> tuple[int, bool]:
+    """The row stride in eights, if rows begin at multiples of eight elements; else as it is."""
+    row = row_stride(x)
+    fits = row % 8 == 0 and x.storage_offset() % 8 == 0
+    return (row // 8, True) if fits else (row, False)
+
+
+def new_map(like: Tensor, channels: int, height: int, width: int) -> Tensor:
+    """Room for a map; kernels fill the up to seven channels between its rows with zeros."""
+    room = triton.cdiv(channels, 8) * 8
+    rows = torch.empty(len(like), height, width, room, dtype=like.dtype, device=like.device)
+    return rows.permute(0, 3, 1, 2)[:, :channels]
+
+
+def join(maps: Sequence[Tensor]) -> Tensor:
+    """Maps of one size side by side. Each is written after the one before it, over the zeros behind that."""
+    channels = [m.shape[1] for m in maps]
+    joined = new_map(maps[0], sum(channels), *maps[0].shape[2:])
+    rows, room, first = _rows(joined), row_stride(joined), 0
+    for own, count in zip(map(as_rows, maps), channels, strict=True):
+        limit = room - first if first + count == sum(channels) else count
+        block = _power(limit, 8, 64)
+        grid = triton.cdiv(rows, SWEEP // block), triton.cdiv(max(limit, triton.cdiv(count, 8) * 8), block)
+        row, eights = _eights(own)
+        _copy[grid](
+            own, joined[:, first:], rows, count, row, room // 8, limit,
+            EIGHTS=eights, TO_EIGHTS=first % 8 == 0, BR=SWEEP // block, BC=block,
+        )  # fmt: skip
+        first += count
+    return joined
+
+
+def _constant(inner: int, size: int) -> int:
+    """Eights of channels where a kernel must know them: under several taps; else 0, so that one serves all."""
+    return triton.cdiv(inner, 8) if size > 1 else 0
+
+
+def _rows(x: Tensor) -> int:
+    return len(x) * x.shape[2] * x.shape[3]
 
 
 def _power(number: int, least: int, most: int) -> int:
@@ -421,22 +563,21 @@ def convolve(
     inverse deviation, for sums with that map normalised.
     """
     out_channels, in_channels, size, _ = weight.shape
-    rows, outer = len(y) * y.shape[2] * y.shape[3], y.shape[1]
+    rows, outer = _rows(y), y.shape[1]
     inner = out_channels if transposed else in_channels
-    depth = size * size * inner
-    bm, bn, bk = 128, _power(outer, 16, 64), _power(depth, 16, 64)
+    bm, bn, bk = 128, _power(outer, 16, 64), _power(size * size * triton.cdiv(inner, 8) * 8, 16, 64)
     columns = triton.cdiv(outer, bn)
     programs, tiles = _split(rows, bm, columns)
     partial = torch.empty(programs, 2, outer, device=y.device) if sums else None
-    steps = (in_channels, size * size * in_channels) if transposed else (size * size * in_channels, 1)
-    w_outer, w_inner = (1, steps[1]) if transposed else steps
+    depth = size * size * in_channels
+    w_outer, w_inner = (1, depth) if transposed else (depth, 1)
     other, weight2 = pair or (x, weight)
     seen, mean, inverse_std = along or (y, y, y)
     _conv[(programs, columns)](
         x, weight, other, weight2, y, seen, mean, inverse_std, y if partial is None else partial,
-        rows, tiles, x.shape[2], x.shape[3], y.shape[2], y.shape[3], inner, outer,
-        row_stride(x), row_stride(other), row_stride(y), row_stride(seen), w_outer, in_channels, w_inner,
-        SIZE=size, STRIDE=stride, TRANSPOSED=transposed, PAIR=pair is not None, SUMS=sums, BM=bm, BN=bn, BK=bk,
+        rows, tiles, inner, outer, *(row_stride(m) // 8 for m in (x, other, y, seen)), w_outer, in_channels, w_inner,
+        HEIGHT=x.shape[2], WIDTH=x.shape[3], OUT_HEIGHT=y.shape[2], OUT_WIDTH=y.shape[3], SIZE=size, STRIDE=stride,
+        INNER8=_constant(inner, size), TRANSPOSED=transposed, PAIR=pair is not None, SUMS=sums, BM=bm, BN=bn, BK=bk,
     )  # fmt: skip
     return partial
 
@@ -444,23 +585,17 @@ def convolve(
 def filter_gradient(x: Tensor, gradient: Tensor, weight: Tensor, stride: int) -> Tensor:
     """The gradient of the filter, float32, laid out as the filter is."""
     out_channels, in_channels, size, _ = weight.shape
-    rows = len(gradient) * gradient.shape[2] * gradient.shape[3]
-    depth = size * size * in_channels
-    bm, bn, bk = 64, _power(out_channels, 16, 64), _power(depth, 16, 128)
-    columns, blocks = triton.cdiv(out_channels, bn), triton.cdiv(depth, bk)
+    rows, depth8 = _rows(gradient), size * size * triton.cdiv(in_channels, 8) * 8
+    bm, bn, bk = 64, _power(out_channels, 16, 64), _power(depth8, 16, 128)
+    columns, blocks = triton.cdiv(out_channels, bn), triton.cdiv(depth8, bk)
     programs, tiles = _split(rows, bm, columns * blocks)
     parts = torch.empty(programs, out_channels, size, size, in_channels, device=x.device)
     _filter_gradient[(programs, columns, blocks)](
-        x, gradient, parts, rows, tiles, x.shape[2], x.shape[3], gradient.shape[2], gradient.shape[3],
-        in_channels, out_channels, row_stride(x), row_stride(gradient),
-        SIZE=size, STRIDE=stride, BM=bm, BN=bn, BK=bk,
+        x, gradient, parts, rows, tiles, in_channels, out_channels, row_stride(x) // 8, row_stride(gradient) // 8,
+        HEIGHT=x.shape[2], WIDTH=x.shape[3], OUT_HEIGHT=gradient.shape[2], OUT_WIDTH=gradient.shape[3],
+        SIZE=size, STRIDE=stride, INNER8=_constant(in_channels, size), BM=bm, BN=bn, BK=bk,
     )  # fmt: skip
     return parts.sum(0).permute(0, 3, 1, 2)
-
-
-def _channel_blocks(channels: int) -> tuple[int, int]:
-    block = _power(channels, 8, 32)
-    return block, triton.cdiv(channels, block)
 
 
 def normalise_relu(
@@ -473,70 +608,67 @@ def normalise_relu(
     running: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """BatchNorm's mean and inverse deviation, and ReLU of what it makes of y; running statistics move if given."""
-    rows, channels = len(y) * y.shape[2] * y.shape[3], y.shape[1]
-    mean, inverse_std, slope, level = torch.empty(4, channels, device=y.device)
-    block, blocks = _channel_blocks(channels)
-    own = running or (mean, mean)
+    rows, channels, block, blocks, tile = _tiling(y)
+    mean, inverse_std = torch.empty(2, channels, device=y.device)
     _statistics[(blocks,)](
-        sums, len(sums), channels, float(rows), eps, momentum, scale, shift, mean, inverse_std, slope, level, *own,
+        sums, len(sums), channels, float(rows), eps, momentum, mean, inverse_std, *(running or (mean, mean)),
         TRACK=running is not None, BP=128, BC=block,
     )  # fmt: skip
-    out = torch.empty_like(y)
-    tile = 4096 // block
-    _affine_relu[(triton.cdiv(rows, tile), blocks)](
-        y, out, slope, level, rows, channels, row_stride(y), row_stride(out), BR=tile, BC=block
-    )
+    out = new_map(y, *y.shape[1:])
+    _normalise_relu[(triton.cdiv(rows, tile), blocks)](
+        y, out, scale, shift, mean, inverse_std, rows, channels, row_stride(y) // 8, row_stride(out) // 8,
+        BR=tile, BC=block,
+    )  # fmt: skip
     return out, mean, inverse_std
 
 
-def gradient_before_relu(
-    gradient: Tensor, y: Tensor, out: Tensor, scale: Tensor, mean: Tensor, inverse_std: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+Norm = tuple[Tensor, Tensor, Tensor, Tensor]  # scale, shift, mean, inverse deviation
+
+
+def gradient_before_relu(gradient: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of y, of BatchNorm's scale and of its shift."""
-    rows, channels = len(y) * y.shape[2] * y.shape[3], y.shape[1]
-    block, blocks = _channel_blocks(channels)
-    tile = 4096 // block
+    rows, channels, block, blocks, tile = _tiling(y)
     programs, tiles = _split(rows, tile, blocks)
     sums = torch.empty(programs, 2, channels, device=y.device)
-    strides = row_stride(gradient), row_stride(y), row_stride(out)
+    row, eights = _eights(gradient)
+    strides = row, row_stride(y) // 8
     _gradient_sums[(programs, blocks)](
-        gradient, y, out, mean, inverse_std, sums, rows, tiles, channels, *strides, BR=tile, BC=block
-    )
+        gradient, y, *norm, sums, rows, tiles, channels, *strides, EIGHTS=eights, BR=tile, BC=block
+    )  # fmt: skip
     by_scale, by_shift = torch.empty(2, channels, device=y.device)
     plan = torch.empty(3, channels, device=y.device)
+    scale, _, mean, inverse_std = norm
     _gradient_plan[(blocks,)](
         sums, programs, channels, float(rows), scale, mean, inverse_std, by_scale, by_shift, plan, BP=128, BC=block
     )
-    by_y = torch.empty_like(y)
+    by_y = new_map(y, *y.shape[1:])
     _planned[(triton.cdiv(rows, tile), blocks)](
-        gradient, y, out, by_y, plan, rows, channels, *strides, row_stride(by_y), TANGENT=False, BR=tile, BC=block
-    )
+        gradient, y, by_y, plan, *norm, rows, channels, *strides, row_stride(by_y) // 8,
+        EIGHTS=eights, TANGENT=False, BR=tile, BC=block,
+    )  # fmt: skip
     return by_y, by_scale, by_shift
 
 
 def tangent_after_relu(
-    y_moves: Tensor,
-    sums: Tensor,
-    y: Tensor,
-    out: Tensor,
-    scale: Tensor,
-    mean: Tensor,
-    inverse_std: Tensor,
-    scale_moves: Tensor,
-    shift_moves: Tensor,
+    y_moves: Tensor, sums: Tensor, y: Tensor, norm: Norm, scale_moves: Tensor, shift_moves: Tensor
 ) -> Tensor:
     """How ReLU's output moves, given how y, scale and shift do; `sums` are those of `y_moves` along normalised y."""
-    rows, channels = len(y) * y.shape[2] * y.shape[3], y.shape[1]
-    block, blocks = _channel_blocks(channels)
+    rows, channels, block, blocks, tile = _tiling(y)
     plan = torch.empty(3, channels, device=y.device)
+    scale, _, mean, inverse_std = norm
     _tangent_plan[(blocks,)](
         sums, len(sums), channels, float(rows), scale, mean, inverse_std, scale_moves, shift_moves, plan,
         BP=128, BC=block,
     )  # fmt: skip
-    moves = torch.empty_like(out)
-    tile = 4096 // block
-    strides = row_stride(y_moves), row_stride(y), row_stride(out), row_stride(moves)
+    moves = new_map(y, *y.shape[1:])
+    strides = (row_stride(m) // 8 for m in (y_moves, y, moves))
     _planned[(triton.cdiv(rows, tile), blocks)](
-        y_moves, y, out, moves, plan, rows, channels, *strides, TANGENT=True, BR=tile, BC=block
+        y_moves, y, moves, plan, *norm, rows, channels, *strides, EIGHTS=True, TANGENT=True, BR=tile, BC=block
     )
     return moves
+
+
+def _tiling(y: Tensor) -> tuple[int, int, int, int, int]:
+    """Rows and channels of a map; for sweeps over it: channels in a block, blocks, rows in a tile."""
+    block = _power(y.shape[1], 8, 32)
+    return _rows(y), y.shape[1], block, triton.cdiv(y.shape[1], block), SWEEP // block

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from offramp.models.fused import fused_forward, fused_tangent, plain_forward, plain_tangent, suits
+from offramp.models.fused import fused_forward, fused_tangent, joined, plain_forward, plain_tangent, suits
 from offramp.models.tape import NO_TRACE, REPLAYING, current_tape, dual, values_and_tangent
 
 
@@ -47,23 +47,26 @@ def use_kernels(model: nn.Module, on: bool) -> None:
     for layer in model.modules():
         if isinstance(layer, ConvBNReLU):
             layer.kernels = on and suits(cast(nn.Conv2d, layer[0]))
+        elif isinstance(layer, Join):
+            layer.kernels = on
 
 
 class Join(nn.Module):
     """Maps of one size side by side, along the channels."""
 
+    kernels = False
+
     def forward(self, *maps: Tensor) -> Tensor:
         tape = current_tape()
-        if tape is None or tape.mode != REPLAYING:
-            joined = torch.cat(maps, dim=1)
-            if tape is not None:
-                tape.keep(self, joined.detach())
-            return joined
-        moves = [
-            tangent if tangent is not None else torch.zeros_like(value)
-            for value, tangent in map(values_and_tangent, maps)
-        ]
-        return dual(tape.next(self), torch.cat(moves, dim=1))
+        if tape is None:
+            return torch.cat(maps, dim=1)
+        if tape.mode != REPLAYING:
+            both = joined(maps, self.kernels)
+            tape.keep(self, both.detach())
+            return both
+        parts = [values_and_tangent(m) for m in maps]
+        moves = [torch.zeros_like(value) if tangent is None else tangent for value, tangent in parts]
+        return dual(tape.next(self), joined(moves, self.kernels))
 
 
 class Unit(nn.Sequential):
