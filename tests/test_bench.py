@@ -11,7 +11,7 @@ def test_every_row_is_timed_and_weighed() -> None:
     rows = bench_train("msdnet-tiny", 8, "cpu", repeats=1)
     assert [row.name for row in rows] == list(ROWS)
     assert all(row.milliseconds > 0 and row.peak_mb >= 0 for row in rows)
-    assert {row.name: row.ratio for row in rows}[BASELINE] == 1
+    assert {row.name: row.ratio for row in rows}[BASELINE] == 1 and {row.way for row in rows} == {"eager"}
     assert rows[0].images_per_s == pytest.approx(8000 / rows[0].milliseconds, rel=0.01)
 
 

@@ -12,13 +12,21 @@ import torch
 
 from offramp import create_model, evaluate_run
 from offramp.build import new_method, new_model, new_optimizer
+from offramp.capture import Stepper
 from offramp.config import RunConfig
 from offramp.data import load_dataset
+from offramp.device import exact_float32
+from offramp.loop import set_rates
+from offramp.models.layers import use_kernels
+from offramp.models.store import read_tensors
+from offramp.models.tape import Tape
 from offramp.objectives.losses import exit_losses
+from offramp.objectives.weighting import UniformWeighting
 from offramp.runs import read_metrics
-from offramp.step import iterate
+from offramp.step import Method, iterate
+from offramp.stopping import Stopped
 from offramp.tally import Tally
-from offramp.train import train_run
+from offramp.train import train_run, train_runs, training
 from offramp.world import World
 
 pytestmark = [
@@ -50,6 +58,96 @@ def test_a_step_never_waits_for_the_device(small_config: Callable[..., RunConfig
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert tally.tensors["seen"].item() == 640
+
+
+WAYS = {"graph": (True, False), "kernels": (False, True), "both": (True, True)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("settings", [(), ("weighting.interval=2",), ("weighting.order=delayed",)])
+def test_the_fast_step_is_the_plain_one(
+    small_config: Callable[..., RunConfig], way: str, settings: tuple[str, ...]
+) -> None:
+    """In float32, six loader batches: the same losses, weights and params up to rounding."""
+    config = small_config("weighting.name=learned", "model.num_classes=10", "train.precision=float32", *settings)
+    device, found = torch.device("cuda"), []
+    data = load_dataset("digits", train=512, calibration=0, test=10)
+    with exact_float32():
+        for captures, own in ((False, False), WAYS[way]):
+            model = new_model(config).to(device, memory_format=torch.channels_last)
+            use_kernels(model, own)
+            optimizer = new_optimizer(model, config.train)
+            method = new_method(config, model.num_exits, exit_losses, device, World())
+            stepper, stream = Stepper(model, optimizer, method, capture=captures), data.stream(64, 0, device)
+            losses = []
+            for at in range(6):
+                set_rates(optimizer, method.weighting, 0.05, 1 - at / 10)
+                losses += [half.losses_BK.clone() for half in stepper(*next(stream), at)]
+            assert stepper.captures == captures
+            found.append([*losses, *model.state_dict().values(), *method.weighting.tensors().values()])
+    for fast, plain in zip(found[1], found[0], strict=True):
+        torch.testing.assert_close(fast, plain, rtol=1e-2, atol=1e-3)
+
+
+def test_half_precision_kernels_stay_close() -> None:
+    """bf16 maps: losses as near to float32 as plain bf16 operations come."""
+    torch.manual_seed(0)
+    model = create_model("msdnet5").cuda().to(memory_format=torch.channels_last)
+    images = torch.randn(64, 3, 32, 32, device="cuda").contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(100, (64,), device="cuda")
+    found = {}
+    for name, own, dtype in (("float32", False, None), ("plain", False, torch.bfloat16), ("own", True, torch.bfloat16)):
+        use_kernels(model, own)
+        with exact_float32(), torch.autocast("cuda", dtype, enabled=dtype is not None), Tape().recording():
+            loss = exit_losses(model(images), labels)
+            gradients = torch.autograd.grad(loss.sum(1).mean(), list(model.parameters()))
+        found[name] = [loss.detach(), *gradients]
+    errors = {
+        name: [float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in zip(own, found["float32"], strict=True)]
+        for name, own in found.items()
+    }
+    assert errors["own"][0] < 2 * errors["plain"][0] + 1e-3
+    assert np.mean(errors["own"]) < 1.5 * np.mean(errors["plain"]) + 1e-3
+
+
+def test_a_network_that_draws_runs_eagerly_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(12, 4)).cuda()
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+            return [self.inner(x)]
+
+    net = Net().cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
+    stepper = Stepper(net, optimizer, Method(UniformWeighting()), capture=True)
+    images, labels = torch.randn(8, 3, 2, 2, device="cuda"), torch.randint(4, (8,), device="cuda")
+    before = net.inner[2].weight.detach().clone()
+    for at in range(3):
+        assert len(stepper(images, labels, at)) == 2
+    assert not stepper.captures and not torch.equal(before, net.inner[2].weight)
+    assert caplog.text.count("draws random numbers") == 1
+
+
+def test_fast_runs_resume_and_share_the_gpu(tmp_path: Path, small_config: Callable[..., RunConfig]) -> None:
+    """A run that stopped goes on; runs side by side on streams give what they give alone."""
+    fast = ("train.fast=true", "weighting.name=learned", "train.epochs=4")
+    configs = [small_config(*fast, f"seed={seed}") for seed in (0, 1)]
+    alone = [train_run(c, tmp_path / f"alone-{at}", device="cuda") for at, c in enumerate(configs)]
+    together = train_runs([(c, tmp_path / f"together-{at}") for at, c in enumerate(configs)], device="cuda")
+    for a, b in zip(alone, together, strict=True):
+        left, right = (read_tensors(run / "model.safetensors") for run in (a, b))
+        assert all(torch.allclose(left[k].float(), right[k].float(), rtol=1e-3, atol=1e-4) for k in left)
+    with pytest.raises(Stopped):
+        setup = training(configs[0], tmp_path / "stopped", torch.device("cuda"), World(), [15], False)
+        for _ in setup:
+            pass
+    resumed = train_run(configs[0], tmp_path / "stopped", device="cuda", resume=True)
+    left, right = (read_tensors(run / "model.safetensors") for run in (alone[0], resumed))
+    assert all(torch.allclose(left[k].float(), right[k].float(), rtol=1e-2, atol=1e-3) for k in left)
 
 
 def test_training_on_the_gpu_learns_and_evaluates_as_the_cpu_does(

@@ -20,7 +20,8 @@ from torch import nn
 from conftest import SMALL_RUN
 from offramp import ExitNet, load_model, register_model
 from offramp.checkpoint import load_state
-from offramp.config import RunConfig
+from offramp.cli import main
+from offramp.config import RunConfig, load_recipe, with_settings
 from offramp.models.store import read_tensors
 from offramp.rates import cosine
 from offramp.runs import read_metrics
@@ -289,3 +290,54 @@ def test_training_on_an_image_folder(tmp_path: Path, small_config: Config, image
 
 def test_the_rate_falls_along_a_cosine() -> None:
     assert [round(cosine(step, 4), 6) for step in range(5)] == [1.0, 0.853553, 0.5, 0.146447, 0.0]
+
+
+def test_several_seeds_are_the_runs_they_would_be_alone(
+    tmp_path: Path, small_config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(
+        'model = {name = "msdnet-tiny", overrides = {blocks = [1, 1], base_width = 4, growth = 4, head_width = 8}}\n'
+        'data = {name = "digits", train = 256, calibration = 40, test = 60}\n'
+        "train = {epochs = 2, batch = 64}\n"
+    )
+    words = ["train", str(recipe), "--out", str(tmp_path / "runs"), "--device", "cpu", "--seeds", "0,3,0"]
+    monkeypatch.setattr(sys, "argv", ["offramp", *words])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code in (0, None)
+    shown = capsys.readouterr().out
+    assert "trained: " + str(tmp_path / "runs/seed-3") in shown
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["seed-0", "seed-3"]
+    alone = train_run(with_settings(load_recipe(str(recipe)).config, ["seed=3"]), tmp_path / "alone", device="cpu")
+    assert same_weights(alone, tmp_path / "runs/seed-3") and not same_weights(alone, tmp_path / "runs/seed-0")
+
+
+def test_runs_that_share_a_device_take_turns(tmp_path: Path, small_config: Config) -> None:
+    """One step of each in turn: what `--seeds` does on a GPU gives what each run gives alone."""
+    from offramp.console import progress
+    from offramp.train import drive, training
+    from offramp.world import World
+
+    device, world = torch.device("cpu"), World()
+    configs = {f"seed-{seed}": small_config(f"seed={seed}", f"train.epochs={2 + seed}") for seed in (0, 1)}
+    runs = [training(c, tmp_path / name, device, world, [], False) for name, c in configs.items()]
+    with progress("training", 0, silent=True) as bar:
+        drive(runs, bar, device)
+    for name, config in configs.items():
+        assert same_weights(tmp_path / name, train_run(config, tmp_path / f"alone-{name}", device="cpu"))
+
+
+def test_a_signal_stops_all_runs_and_saves_each(tmp_path: Path, small_config: Config) -> None:
+    from offramp.console import progress
+    from offramp.train import drive, training
+    from offramp.world import World
+
+    caught = [int(signal.SIGTERM)]
+    runs = [
+        training(small_config(f"seed={seed}"), tmp_path / str(seed), torch.device("cpu"), World(), caught, False)
+        for seed in (0, 1)
+    ]
+    with progress("training", 0, silent=True) as bar, pytest.raises(Stopped):
+        drive(runs, bar, torch.device("cpu"))
+    assert all((state := load_state(tmp_path / str(seed))) is not None and state.step == 1 for seed in (0, 1))

@@ -1,8 +1,9 @@
 """Benchmarks. `bench_train`: what learned weights cost beside conventional training, in one run.
 
 Rows are timed in turn, again and again, so that a busy machine slows all of them alike; the median counts. The
-ratio is a learned loader batch over two baseline updates of half of it. Memory on a CPU is measured in a fresh
-process per row: how far a few steps make it grow.
+ratio is a learned loader batch over two baseline updates of half of it, run the same way. On a GPU every row is run
+eagerly, as a CUDA graph of plain operations (`graph`), and as one with kernels of our own (`fast`). Memory on a CPU
+is measured in a fresh process per row: how far a few steps make it grow.
 """
 
 from __future__ import annotations
@@ -20,24 +21,31 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
+from offramp.capture import Stepper
 from offramp.console import progress
 from offramp.device import pick_device, training_dtype
 from offramp.meta import ENGINES
+from offramp.models.layers import use_kernels
 from offramp.models.registry import create_model, model_entry
 from offramp.objectives.weighting import LearnedWeighting, UniformWeighting
-from offramp.step import Method, iterate
+from offramp.step import HalfResult, Method, iterate, update
 
+WHOLE = "baseline, one update of the batch"
 BASELINE = "baseline, two updates of half a batch"
-ROWS = (BASELINE, *(f"learned, {engine}" for engine in ENGINES))
+DELAYED = "learned, delayed order"
+ROWS = (WHOLE, BASELINE, *(f"learned, {engine}" for engine in ENGINES), DELAYED)
+WAYS = ("eager", "graph", "fast")
 WARM_UP = 2
 
 
 @dataclass(frozen=True)
 class TrainBench:
-    """One row: a loader batch, its time, throughput, peak memory, and the ratio to the baseline."""
+    """One row: a loader batch, the way it ran, its time, throughput, peak memory, and the ratio to the baseline."""
 
     name: str
+    way: str
     milliseconds: float
     images_per_s: float
     peak_mb: float
@@ -61,46 +69,62 @@ def bench_train(
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
     place = pick_device(device)
-    steps = {row: new_step(row, model, batch, place, precision) for row in ROWS}
-    times: dict[str, list[float]] = {row: [] for row in ROWS}
-    with progress("bench", (repeats + WARM_UP) * len(ROWS), silent=silent) as bar:
-        for repeat in range(repeats + WARM_UP):
-            for row, step in steps.items():
-                seconds = timed(step, place)
-                if repeat >= WARM_UP:
-                    times[row].append(seconds)
-                bar.advance(1, batch)
-    steps.clear()
-    medians = {row: statistics.median(seconds) for row, seconds in times.items()}
-    return [
-        TrainBench(
-            row,
-            round(1000 * seconds, 2),
-            round(batch / seconds, 1),
-            round(peak_megabytes(row, model, batch, place, precision), 1),
-            round(seconds / medians[BASELINE], 3),
-        )
-        for row, seconds in medians.items()
-    ]
+    found: list[TrainBench] = []
+    ways = WAYS if place.type == "cuda" else WAYS[:1]
+    with progress("bench", (repeats + WARM_UP) * len(ROWS) * len(ways), silent=silent) as bar:
+        for way in ways:
+            steps = {row: new_step(row, way, model, batch, place, precision) for row in ROWS}
+            times: dict[str, list[float]] = {row: [] for row in ROWS}
+            for repeat in range(repeats + WARM_UP):
+                for row, step in steps.items():
+                    seconds = timed(step, place)
+                    if repeat >= WARM_UP:
+                        times[row].append(seconds)
+                    bar.advance(1, batch)
+            steps.clear()
+            medians = {row: statistics.median(seconds) for row, seconds in times.items()}
+            found += [
+                TrainBench(
+                    row,
+                    way,
+                    round(1000 * seconds, 2),
+                    round(batch / seconds, 1),
+                    round(peak_megabytes(row, way, model, batch, place, precision), 1),
+                    round(seconds / medians[BASELINE], 3),
+                )
+                for row, seconds in medians.items()
+            ]
+    return found
 
 
-def new_step(row: str, name: str, batch: int, device: torch.device, precision: str) -> Callable[[], object]:
+def new_step(row: str, way: str, name: str, batch: int, device: torch.device, precision: str) -> Callable[[], object]:
     """One loader batch of random images, trained on as the row says."""
     torch.manual_seed(0)
     model = create_model(name).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    use_kernels(model, way == "fast")
     assert model.spec is not None
     images = torch.randn(batch, *model.input_shape, device=device)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(model.spec.num_classes, (batch,), device=device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, fused=on_gpu)
     dtype = training_dtype(precision, device)
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
-    if row == BASELINE:
+    if row in (WHOLE, BASELINE):
         method = Method(UniformWeighting(), autocast=autocast)
     else:
-        engine = ENGINES[row.removeprefix("learned, ")]
-        method = Method(LearnedWeighting(model.num_exits, device=device), engine, autocast=autocast)
-    return partial(iterate, model, optimizer, method, images, labels, 0)
+        order = "delayed" if row == DELAYED else "exact"
+        engine = ENGINES["forward_mode" if row == DELAYED else row.removeprefix("learned, ")]
+        method = Method(LearnedWeighting(model.num_exits, device=device), engine, order=order, autocast=autocast)
+    run = one_update if row == WHOLE else iterate
+    return partial(Stepper(model, optimizer, method, run, capture=way != "eager"), images, labels, 0)
+
+
+def one_update(
+    model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, images: Tensor, labels: Tensor, step: int
+) -> list[HalfResult]:
+    """The whole loader batch as one train half."""
+    return [update(model, optimizer, method, (images, labels), (images, labels), learn=False)]
 
 
 def timed(step: Callable[[], object], device: torch.device) -> float:
@@ -113,22 +137,23 @@ def timed(step: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - began
 
 
-def peak_megabytes(row: str, name: str, batch: int, device: torch.device, precision: str) -> float:
-    """What a few steps need beyond what was there before them."""
+def peak_megabytes(row: str, way: str, name: str, batch: int, device: torch.device, precision: str) -> float:
+    """What a few steps need beyond what was there before them; a graph keeps all of it."""
     if device.type == "cuda":
-        step = new_step(row, name, batch, device, precision)
+        step = new_step(row, way, name, batch, device, precision)
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before = torch.cuda.memory_reserved()
         step(), step()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return (torch.cuda.max_memory_reserved() - before) / 2**20
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         home = model_entry(name).builder.__module__
-        return pool.submit(_grown_megabytes, home, row, name, batch, precision).result()
+        return pool.submit(_grown_megabytes, home, row, way, name, batch, precision).result()
 
 
-def _grown_megabytes(home: str, row: str, name: str, batch: int, precision: str) -> float:
+def _grown_megabytes(home: str, row: str, way: str, name: str, batch: int, precision: str) -> float:
     import_module(home)  # where a model of somebody's own is registered
-    step = new_step(row, name, batch, torch.device("cpu"), precision)
+    step = new_step(row, way, name, batch, torch.device("cpu"), precision)
     before = _peak_kilobytes()
     step(), step()
     return (_peak_kilobytes() - before) / 2**10

@@ -16,7 +16,7 @@ import typer
 
 from offramp import __version__
 from offramp.cli_bench import bench
-from offramp.cli_options import AsJson, Budget, DataDir, Device, Measure, Settings, Temperature, Times, say
+from offramp.cli_options import AsJson, Budget, DataDir, Device, Measure, Settings, Temperature, Times, numbers, say
 from offramp.cli_run import verbs
 from offramp.console import log_to_console, print_table
 from offramp.extras import MissingExtra, explained
@@ -110,20 +110,28 @@ def train(
     data_dir: DataDir = None,
     device: Device = "auto",
     resume: Annotated[bool, typer.Option(help="Go on with the run in --out.")] = False,
+    seeds: Annotated[
+        str | None, typer.Option(help="Several runs, such as 0,1,2, into --out/seed-0 and so on; at once on a GPU.")
+    ] = None,
 ) -> None:
     """Train a network into a run folder.
 
     For example: offramp train digits-baseline --out runs/first --set train.epochs=3
     """
     from offramp.config import load_recipe, with_settings
-    from offramp.train import train_run
+    from offramp.train import train_runs
 
     changes = list(settings or [])
     if data_dir is not None:
         changes.append(f"data.dir={json.dumps(str(data_dir), ensure_ascii=False)}")
     config = with_settings(load_recipe(recipe).config, changes)
-    train_run(config, out, device=device, resume=resume)
-    say(f"trained: {out}\nnext: offramp eval {out}")
+    jobs = [(config, out)]
+    if seeds is not None:  # the same seed twice is one run
+        own = dict.fromkeys(numbers(seeds, int))
+        jobs = [(with_settings(config, [f"seed={seed}"]), out / f"seed-{seed}") for seed in own]
+    train_runs(jobs, device=device, resume=resume)
+    for _, run in jobs:
+        say(f"trained: {run}\nnext: offramp eval {run}")
 
 
 @app.command("eval")

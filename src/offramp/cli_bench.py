@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from offramp.cli_options import AsJson, Device, say
+from offramp.cli_options import AsJson, Device, numbers, say
 from offramp.console import print_table
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
@@ -23,7 +23,10 @@ def bench_train_command(
     repeats: Annotated[int, typer.Option(help="Timed rounds; the median counts.")] = 7,
     as_json: AsJson = False,
 ) -> None:
-    """Time a training step with learned weights, by each engine, beside conventional training."""
+    """Time a training step with learned weights, by each engine, beside conventional training.
+
+    On a GPU each is run eagerly, as a CUDA graph, and as one with offramp's own kernels (fast).
+    """
     from offramp.bench import bench_train
     from offramp.device import device_name, pick_device
 
@@ -33,11 +36,11 @@ def bench_train_command(
         print(json.dumps({"model": model, "batch": batch, "device": place, "rows": [r.to_json() for r in rows]}))
         return
     cells = [
-        [r.name, f"{r.milliseconds:,.1f}", f"{r.images_per_s:,.0f}", f"{r.peak_mb:,.0f}", f"{r.ratio:.2f}"]
+        [r.name, r.way, f"{r.milliseconds:,.1f}", f"{r.images_per_s:,.0f}", f"{r.peak_mb:,.0f}", f"{r.ratio:.2f}"]
         for r in rows
     ]
     title = f"{model}, loader batch {batch}, {place}"
-    print_table(title, ["step", "ms", "images/s", "peak MB", "ratio"], cells)
+    print_table(title, ["step", "way", "ms", "images/s", "peak MB", "ratio"], cells)
 
 
 @bench.command("infer")
@@ -56,7 +59,7 @@ def bench_infer_command(
     """
     from offramp.bench_infer import bench_table, infer_report
 
-    found = infer_report(source, _numbers(batch, int), _numbers(q, float), engine, device, repeats, silent=as_json)
+    found = infer_report(source, numbers(batch, int), numbers(q, float), engine, device, repeats, silent=as_json)
     if as_json:
         print(json.dumps(found))
         return
@@ -86,10 +89,3 @@ def bench_serve_command(
         )
     if not found.passed:
         raise typer.Exit(1)
-
-
-def _numbers(text: str, kind: type[Any]) -> list[Any]:
-    try:
-        return [kind(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ValueError(f"{text!r} is not a list of numbers such as 1,8,64") from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,3 +24,11 @@ Settings = Annotated[
 def say(text: str) -> None:
     """A line of text as it is, never wrapped."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def numbers(text: str, kind: type[Any]) -> list[Any]:
+    """1,8,64 -> [1, 8, 64]."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a list of numbers such as 1,8,64") from error
