@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from offramp import create_model
 from offramp.confidence import MEASURES, answers
 from offramp.confidence import confidences as numpy_confidences
+from offramp.engines import torch_engine
 from offramp.engines.torch_engine import TorchEngine
 from offramp.models.exits import ExitNet
 from offramp.models.fold import folded
@@ -242,6 +244,44 @@ def test_a_pool_gives_what_a_batch_gives(batch: int) -> None:
     assert all(left.label == 10 * left.exit + left.ticket.key for left in found)
     assert all([g[0] for g in left.ticket.guesses] == [10 * k + left.ticket.key for k in range(1, left.exit + 1)]
                for left in found)  # fmt: skip
+
+
+class Rerun:
+    """Stands in for a CUDA graph: replaying is running again."""
+
+    def __init__(self, step: Callable[[], Any]) -> None:
+        self.replay = step
+
+
+@pytest.mark.parametrize("gone", [1, 10, 1000])
+@pytest.mark.parametrize("size", [1, 7, 60])
+def test_what_graphs_share_is_handed_on_rightly(size: int, gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured stages pack for themselves, from memory they share; pooled, not packed or too many, answers stay."""
+    monkeypatch.setattr(torch_engine, "captured", Rerun)
+    monkeypatch.setattr(torch_engine, "BUCKETS", (1, 4, 8, 40))
+    sure, _ = reference()
+    rule = policy(*np.median(sure[:-1], axis=1).tolist())
+    plain = Runtime(TorchEngine(network(), dtype=torch.float64), rule, COSTS)(IMAGES)
+    engine = TorchEngine(network(), dtype=torch.float64, graphs=True)
+
+    class Rule:
+        def worth_it(self, k: int, batch: int, staying: int) -> bool:
+            return batch - staying >= gone
+
+    runtime = Runtime(engine, rule, COSTS, Rule())
+    found = [runtime(IMAGES[at : at + size]) for at in range(0, len(IMAGES), size)]
+    for field in ("labels", "exits"):
+        np.testing.assert_array_equal(np.concatenate([getattr(f, field) for f in found]), getattr(plain, field))
+    pool, exits = Pool(engine, rule, min(size, 40), wait_s=60.0), np.zeros(len(IMAGES), np.int64)
+    for at in range(0, len(IMAGES), 20):
+        pool.add(IMAGES[at : at + 20], [Ticket(row, 3) for row in range(at, min(at + 20, len(IMAGES)))])
+        while pool.ready():
+            for one in pool.work():
+                exits[one.ticket.key] = one.exit
+    while pool.waiting:
+        for one in pool.work(flush=True):
+            exits[one.ticket.key] = one.exit
+    np.testing.assert_array_equal(exits, plain.exits)
 
 
 def test_late_stages_run_full_batches() -> None:

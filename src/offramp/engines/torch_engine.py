@@ -1,13 +1,15 @@
 """Stages run by PyTorch, on the CPU or a GPU, in float32 without TF32.
 
 On a GPU each stage can be captured as a CUDA graph per batch size of a few: a stage is many small kernels, and at
-these sizes launching them takes longer than running them.
+these sizes launching them takes longer than running them. Such a graph holds all that happens between two decisions:
+the rows that go on come from the host, are packed, run, and what their exit says goes back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -69,7 +71,7 @@ class TorchEngine:
         tensor = torch.from_numpy(np.ascontiguousarray(images)).to(self.device, non_blocking=True)
         return (tensor.to(self.dtype, memory_format=torch.channels_last),)  # turned on the device, which is faster
 
-    def run(self, k: int, state: State) -> tuple[Tensor, State]:
+    def run(self, k: int, state: Any) -> tuple[Any, Any]:
         if self.graphs is not None and len(state[0]) <= BUCKETS[-1]:
             return self.graphs.run(k, state)
         logits, state = self.model.step(k, state)
@@ -85,26 +87,34 @@ class TorchEngine:
         sure = self.measure(scaled.softmax(-1))
         return torch.stack([sure, logits.argmax(-1).to(sure.dtype)])
 
-    def judge(self, k: int, logits: Tensor) -> tuple[np.ndarray, np.ndarray]:
-        host = logits.cpu().numpy()
-        return host[0], host[1].astype(np.int64)
+    def judge(self, k: int, verdict: Any) -> tuple[np.ndarray, np.ndarray]:
+        if isinstance(verdict, Live):
+            self.wait()
+            verdict = self.graphs.said[:, : verdict.count] if self.graphs else None
+        host = verdict.cpu().numpy()
+        return host[0].copy(), host[1].astype(np.int64)
 
-    def gather(self, k: int, parts: Sequence[tuple[State, np.ndarray]]) -> State:
-        rows = [self._index(rows) for _, rows in parts]
-        count = sum(map(len, rows))
-        slots = None if self.graphs is None else self.graphs.inputs(k, count, parts[0][0])
+    def gather(self, k: int, parts: Sequence[tuple[Any, np.ndarray]]) -> Any:
+        (first, rows), count = parts[0], sum(len(own) for _, own in parts)
+        if isinstance(first[0], Live):  # the stage's own graph will pack them
+            return (Live(k - 1, rows),)
+        room = self.graphs.room(k, first) if self.graphs is not None and count <= BUCKETS[-1] else None
         packed = []
-        for at in range(len(parts[0][0])):
-            out = _like(parts[0][0][at], count) if slots is None else slots[at][:count]
+        for at in range(len(first)):
+            out = _like(first[at], count) if room is None else room[at][:count]
             begin = 0
-            for (state, _), own in zip(parts, rows, strict=True):
-                torch.index_select(_flat(_in_order(state[at])), 0, own, out=_flat(out)[begin : begin + len(own)])
+            for state, own in parts:
+                index = self._index(own)
+                torch.index_select(_flat(_in_order(state[at])), 0, index, out=_flat(out)[begin : begin + len(own)])
                 begin += len(own)
             packed.append(out)
-        return tuple(packed)
+        return tuple(packed) if room is None else (Live(k - 1, np.arange(count), packed=True),)
 
-    def keep(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
-        if self.graphs is None and 2 * len(rows) > len(state[0]):
+    def keep(self, state: Any, rows: np.ndarray) -> tuple[Any, np.ndarray]:
+        if isinstance(state[0], Live):
+            assert self.graphs is not None
+            state = self.graphs.room(state[0].stage + 1)
+        elif 2 * len(rows) > len(state[0]):
             return state, rows
         index = self._index(rows)  # few must not hold a whole batch; and what a graph gave is overwritten
         return tuple(t.index_select(0, index) for t in state), np.arange(len(rows))
@@ -129,19 +139,18 @@ def _like(tensor: Tensor, count: int) -> Tensor:
     return torch.empty(shape, dtype=tensor.dtype, device=tensor.device, memory_format=format_)
 
 
-def captured(step: Callable[[State], Any], like: State) -> tuple[State, torch.cuda.CUDAGraph, Any]:
-    """A function of tensors as a CUDA graph: where its inputs go, the graph, where its outputs will be."""
-    inputs = tuple(_like(tensor, len(tensor)).zero_() for tensor in like)
+def captured(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """A function that reads and writes tensors of its own as a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side), torch.inference_mode(), exact_float32():
         for _ in range(3):  # let libraries choose and allocate before anything is recorded
-            step(inputs)
+            step()
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph), torch.inference_mode(), exact_float32():
-        outputs = step(inputs)
-    return inputs, graph, outputs
+        step()
+    return graph
 
 
 def _in_order(tensor: Tensor) -> Tensor:
@@ -150,35 +159,86 @@ def _in_order(tensor: Tensor) -> Tensor:
     return tensor.contiguous()
 
 
+@dataclass(frozen=True)
+class Live:
+    """A state that lies in the graphs' own memory: some rows of what stage `stage` left there.
+
+    `packed`: they are the first rows already, in this order.
+    """
+
+    stage: int
+    rows: np.ndarray
+    packed: bool = False
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def count(self) -> int:
+        return len(self.rows)
+
+
 class _Graphs:
-    """Captured stages, made when a size is first needed."""
+    """Captured stages, made when a size is first needed, and the memory that they share.
+
+    `rooms[k]` holds the state before stage k+1, for as many samples as the largest graph takes.
+    """
 
     def __init__(self, engine: TorchEngine) -> None:
         self.engine = engine
-        self.captured: dict[tuple[int, int], tuple[State, torch.cuda.CUDAGraph, tuple[Tensor, State]]] = {}
+        self.captured: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self.rooms: dict[int, State] = {}
+        on_gpu = engine.device.type == "cuda"
+        most = BUCKETS[-1]
+        self.going = torch.zeros(most, dtype=torch.int64, pin_memory=on_gpu)  # rows that go on, written by the host
+        self.index = torch.zeros(most, dtype=torch.int64, device=engine.device)
+        self.said = torch.zeros(2, most, dtype=engine.dtype, pin_memory=on_gpu)  # confidences and labels, read there
 
-    def inputs(self, k: int, count: int, like: State) -> State | None:
-        """Where the state before stage k is to be written, for `count` samples; None if that many are not captured."""
-        return None if count > BUCKETS[-1] else self._get(k, count, like)[0]
+    def room(self, k: int, like: State | None = None) -> State:
+        """Where the state before stage k lies."""
+        if k not in self.rooms:
+            assert like is not None
+            self.rooms[k] = tuple(_like(t, BUCKETS[-1]).zero_() for t in like)
+        return self.rooms[k]
 
-    def run(self, k: int, state: State) -> tuple[Tensor, State]:
-        count = len(state[0])
-        inputs, graph, (verdict, after) = self._get(k, count, state)
-        for slot, given in zip(inputs, state, strict=True):
-            if given.data_ptr() != slot.data_ptr():
-                slot[:count].copy_(given)
-        graph.replay()
-        return verdict[:, :count], tuple(t[:count] for t in after)
+    def run(self, k: int, state: Any) -> tuple[Live, tuple[Live]]:
+        live = state[0]
+        if not isinstance(live, Live):
+            for slot, given in zip(self.room(k, state), state, strict=True):
+                slot[: len(given)].copy_(given)
+            live = Live(k - 1, np.arange(len(live)), packed=True)
+        size = next(b for b in BUCKETS if b >= live.count)
+        if not live.packed:
+            self.going[: live.count] = torch.from_numpy(live.rows)
+        key = (k, size, live.packed)
+        if key not in self.captured:
+            self.captured[key] = captured(partial(self._step, *key))
+        self.captured[key].replay()
+        after = Live(k, np.arange(live.count), packed=True)
+        return after, (after,)
 
-    def _get(self, k: int, count: int, like: State) -> tuple[State, torch.cuda.CUDAGraph, tuple[Tensor, State]]:
-        size = next(b for b in BUCKETS if b >= count)
-        if (k, size) not in self.captured:
-            self.captured[k, size] = captured(partial(self._step, k), tuple(_like(t, size) for t in like))
-        return self.captured[k, size]
-
-    def _step(self, k: int, state: State) -> tuple[Tensor, State]:
+    def _step(self, k: int, size: int, packed: bool) -> None:
+        """Stage k on the first `size` rows of its room, or on those that the host names."""
+        state = self.rooms[k]
+        if packed:
+            state = tuple(t[:size] for t in state)
+        else:
+            self.index[:size].copy_(self.going[:size], non_blocking=True)
+            rows = (torch.index_select(_flat(t), 0, self.index[:size]) for t in state)
+            state = tuple(_unflat(own, t) for own, t in zip(rows, state, strict=True))
         logits, after = self.engine.model.step(k, state)
-        return self.engine.verdict(k, logits), tuple(_in_order(t) for t in after)
+        self.said[:, :size].copy_(self.engine.verdict(k, logits), non_blocking=True)
+        if k < self.engine.num_exits:
+            for slot, own in zip(self.room(k + 1, after), after, strict=True):
+                slot[:size].copy_(own)
+
+
+def _unflat(rows: Tensor, like: Tensor) -> Tensor:
+    """Rows of `_flat` as a tensor again."""
+    if like.dim() != 4:
+        return rows.view(len(rows), *like.shape[1:])
+    _, channels, height, width = like.shape
+    return rows.view(len(rows), height, width, channels).permute(0, 3, 1, 2)
 
 
 def whole_network(engine: TorchEngine) -> Callable[[np.ndarray], np.ndarray]:
@@ -203,14 +263,15 @@ def whole_network(engine: TorchEngine) -> Callable[[np.ndarray], np.ndarray]:
 
 def _captured_whole(engine: TorchEngine, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The same as one CUDA graph per batch size, so that the comparison is fair."""
-    known: dict[int, tuple[State, torch.cuda.CUDAGraph, Tensor]] = {}
+    known: dict[int, tuple[Tensor, torch.cuda.CUDAGraph, list[Tensor]]] = {}
 
     def run(images: Tensor) -> Tensor:
         if len(images) not in known:
-            known[len(images)] = captured(lambda given: forward(*given), (images,))
-        (slot,), graph, out = known[len(images)]
+            slot, out = _like(images, len(images)).zero_(), []
+            known[len(images)] = slot, captured(lambda: out.append(forward(slot))), out
+        slot, graph, out = known[len(images)]
         slot.copy_(images)
         graph.replay()
-        return out
+        return out[-1]  # the recorded run's
 
     return run

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils.fusion import fuse_conv_bn_eval, fuse_linear_bn_eval
 
 from offramp.models.exits import ExitNet
+from offramp.models.layers import ConvBNReLU
 
 
 def folded(model: ExitNet) -> ExitNet:
@@ -17,7 +18,8 @@ def folded(model: ExitNet) -> ExitNet:
     """
     own = copy.deepcopy(model).eval()
     for module in list(own.modules()):
-        if type(module).forward is nn.Sequential.forward and isinstance(module, nn.Sequential):
+        plain = type(module).forward is nn.Sequential.forward or isinstance(module, ConvBNReLU)
+        if plain and isinstance(module, nn.Sequential):
             _fold(module)
     return own
 

@@ -26,9 +26,10 @@ class ConvBNReLU(nn.Sequential):
         super().__init__(conv, nn.BatchNorm2d(out), nn.ReLU(inplace=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        tape, conv, bn = current_tape(), cast(nn.Conv2d, self[0]), cast(nn.BatchNorm2d, self[1])
-        if tape is None or not bn.training:
+        tape = current_tape()
+        if tape is None or not (self.training and self[1].training):
             return super().forward(x)
+        conv, bn = cast(nn.Conv2d, self[0]), cast(nn.BatchNorm2d, self[1])
         if tape.mode == REPLAYING:
             kept = tape.next(self)
             tangent = fused_tangent if self.kernels else plain_tangent
