@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from offramp.checkpoint import optimizer_tensors
 from offramp.meta import generator_states
+from offramp.objectives.weighting import LearnedWeighting
 from offramp.rates import rates_on_device
 from offramp.step import HalfResult, Method, iterate
 
@@ -59,6 +60,8 @@ class Stepper:
         if self.captures:
             self._pool = torch.cuda.graph_pool_handle()
             rates_on_device(optimizer, self.device)
+            if isinstance(method.weighting, LearnedWeighting):
+                rates_on_device(method.weighting.optimizer, self.device)
 
     def __call__(self, images: Tensor, labels: Tensor, step: int) -> list[HalfResult]:
         """Two updates on a loader batch."""

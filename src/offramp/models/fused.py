@@ -87,6 +87,11 @@ def suits(conv: nn.Conv2d) -> bool:
     return asked == same and size in (1, 3) and conv.groups == 1 and conv.bias is None
 
 
+def fits(x: Tensor, conv: nn.Conv2d) -> bool:
+    """Whether our kernels can count the elements of such maps: their places are 32-bit numbers."""
+    return x.numel() // x.shape[1] * (max(conv.in_channels, conv.out_channels) + 8) < 2**31
+
+
 class _Fused(torch.autograd.Function):
     """`rows` is x as a map of the kernels', outside of any graph."""
 

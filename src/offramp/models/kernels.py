@@ -539,6 +539,11 @@ def _power(number: int, least: int, most: int) -> int:
     return min(most, max(least, triton.next_power_of_2(number)))
 
 
+def _tall(rows: int) -> int:
+    """Rows of a tile: fewer where tall ones would leave multiprocessors idle."""
+    return 128 if rows >= 128 * PROGRAMS // 2 else 64
+
+
 def _split(rows: int, tile: int, blocks: int) -> tuple[int, int]:
     """How many programs share the rows, and how many tiles each takes."""
     tiles = triton.cdiv(rows, tile)
@@ -565,7 +570,7 @@ def convolve(
     out_channels, in_channels, size, _ = weight.shape
     rows, outer = _rows(y), y.shape[1]
     inner = out_channels if transposed else in_channels
-    bm, bn, bk = 128, _power(outer, 16, 64), _power(size * size * triton.cdiv(inner, 8) * 8, 16, 64)
+    bm, bn, bk = _tall(rows), _power(outer, 16, 64), _power(size * size * triton.cdiv(inner, 8) * 8, 16, 64)
     columns = triton.cdiv(outer, bn)
     programs, tiles = _split(rows, bm, columns)
     partial = torch.empty(programs, 2, outer, device=y.device) if sums else None
@@ -578,6 +583,7 @@ def convolve(
         rows, tiles, inner, outer, *(row_stride(m) // 8 for m in (x, other, y, seen)), w_outer, in_channels, w_inner,
         HEIGHT=x.shape[2], WIDTH=x.shape[3], OUT_HEIGHT=y.shape[2], OUT_WIDTH=y.shape[3], SIZE=size, STRIDE=stride,
         INNER8=_constant(inner, size), TRANSPOSED=transposed, PAIR=pair is not None, SUMS=sums, BM=bm, BN=bn, BK=bk,
+        num_warps=4 if bn == 16 else 8, num_stages=1,
     )  # fmt: skip
     return partial
 
@@ -586,7 +592,7 @@ def filter_gradient(x: Tensor, gradient: Tensor, weight: Tensor, stride: int) ->
     """The gradient of the filter, float32, laid out as the filter is."""
     out_channels, in_channels, size, _ = weight.shape
     rows, depth8 = _rows(gradient), size * size * triton.cdiv(in_channels, 8) * 8
-    bm, bn, bk = 64, _power(out_channels, 16, 64), _power(depth8, 16, 128)
+    bm, bn, bk = _tall(rows), _power(out_channels, 16, 64), _power(depth8, 16, 64)
     columns, blocks = triton.cdiv(out_channels, bn), triton.cdiv(depth8, bk)
     programs, tiles = _split(rows, bm, columns * blocks)
     parts = torch.empty(programs, out_channels, size, size, in_channels, device=x.device)
@@ -594,6 +600,7 @@ def filter_gradient(x: Tensor, gradient: Tensor, weight: Tensor, stride: int) ->
         x, gradient, parts, rows, tiles, in_channels, out_channels, row_stride(x) // 8, row_stride(gradient) // 8,
         HEIGHT=x.shape[2], WIDTH=x.shape[3], OUT_HEIGHT=gradient.shape[2], OUT_WIDTH=gradient.shape[3],
         SIZE=size, STRIDE=stride, INNER8=_constant(in_channels, size), BM=bm, BN=bn, BK=bk,
+        num_warps=4 if bn == 16 else 8, num_stages=2,
     )  # fmt: skip
     return parts.sum(0).permute(0, 3, 1, 2)
 

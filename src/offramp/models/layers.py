@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from offramp.models.fused import fused_forward, fused_tangent, joined, plain_forward, plain_tangent, suits
+from offramp.models.fused import fits, fused_forward, fused_tangent, joined, plain_forward, plain_tangent, suits
 from offramp.models.tape import NO_TRACE, REPLAYING, current_tape, dual, values_and_tangent
 
 
@@ -30,15 +30,16 @@ class ConvBNReLU(nn.Sequential):
         if tape is None or not (self.training and self[1].training):
             return super().forward(x)
         conv, bn = cast(nn.Conv2d, self[0]), cast(nn.BatchNorm2d, self[1])
+        own = self.kernels and fits(x, conv)
         if tape.mode == REPLAYING:
             kept = tape.next(self)
-            tangent = fused_tangent if self.kernels else plain_tangent
+            tangent = fused_tangent if own else plain_tangent
             return dual(kept.out, tangent(kept, values_and_tangent(x)[1], conv, bn))
         running = None
         if tape.mode != NO_TRACE and bn.running_mean is not None and bn.running_var is not None:
             running = bn.running_mean, bn.running_var
             tape.count(cast(Tensor, bn.num_batches_tracked))
-        out, kept = (fused_forward if self.kernels else plain_forward)(x, conv, bn, running)
+        out, kept = (fused_forward if own else plain_forward)(x, conv, bn, running)
         tape.keep(self, kept)
         return out
 
