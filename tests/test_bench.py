@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from offramp.bench import BASELINE, ROWS, bench_train
+from offramp.bench import BASELINE, ROWS, bench_train, where_time_goes
 
 
 def test_every_row_is_timed_and_weighed() -> None:
@@ -18,3 +18,9 @@ def test_every_row_is_timed_and_weighed() -> None:
 def test_an_odd_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="even and at least 4"):
         bench_train("msdnet-tiny", 7)
+
+
+def test_where_the_time_goes_is_told() -> None:
+    spent = where_time_goes("learned, forward_mode", "eager", "msdnet-tiny", 8, "cpu", steps=1)
+    assert any("convolution" in name for name, _, _ in spent[:5])
+    assert [ms for _, _, ms in spent] == sorted((ms for _, _, ms in spent), reverse=True)

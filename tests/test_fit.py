@@ -68,6 +68,8 @@ def test_nothing_of_anybody_elses_is_removed(
     assert "is not a bundle" in capsys.readouterr().err and (tmp_path / "fitted/bundle/precious.txt").is_file()
     assert call(monkeypatch, "fit", images, "--out", tmp_path / "new", "--format", "onxn") == 2
     assert "did you mean 'onnx'" in capsys.readouterr().err
+    assert call(monkeypatch, "fit", images, "--out", tmp_path / "new", "--budget", "1M") == 2
+    assert "is below exit 1's cost" in capsys.readouterr().err
     assert call(monkeypatch, "fit", images, "--out", images / "fitted") == 2
     assert "lies inside" in capsys.readouterr().err and not (tmp_path / "new").exists()
 

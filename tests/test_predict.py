@@ -170,3 +170,15 @@ def test_timing_a_bundle_and_a_model(
     assert "packing pays" in shown
     assert isinstance(load_bundle(torch_bundle).runtime().packing, MeasuredPacking)  # kept for later calls
     assert call(monkeypatch, "bench", "infer", torch_bundle, "--batch", "a") == 2
+
+
+def test_what_cannot_be_timed_or_asked_for_is_said(
+    torch_bundle: Path, run: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words, said in (
+        (("bench", "infer", run), "is a run or model folder; make a bundle of the run first"),
+        (("bench", "infer", torch_bundle, "--engine", "onnx"), "is a bundle for torch"),
+        (("predict", torch_bundle, folder, "--q", "-5"), "q must be a number above 0, got -5"),
+    ):
+        assert call(monkeypatch, *words) == 2
+        assert said in capsys.readouterr().err

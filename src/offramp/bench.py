@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from offramp.capture import Stepper
 from offramp.console import progress
@@ -118,6 +119,26 @@ def new_step(row: str, way: str, name: str, batch: int, device: torch.device, pr
         method = Method(LearnedWeighting(model.num_exits, device=device), engine, order=order, autocast=autocast)
     run = one_update if row == WHOLE else iterate
     return partial(Stepper(model, optimizer, method, run, capture=way != "eager"), images, labels, 0)
+
+
+def where_time_goes(
+    row: str, way: str, model: str, batch: int, device: str = "auto", precision: str = "auto", steps: int = 3
+) -> list[tuple[str, float, float]]:
+    """Operations of a step by the time they take: name, calls, milliseconds; on a GPU its kernels."""
+    place = pick_device(device)
+    step = new_step(row, way, model, batch, place, precision)
+    for _ in range(WARM_UP):
+        step()
+    on_gpu = place.type == "cuda"
+    kinds = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
+    with profile(activities=kinds, acc_events=True) as seen:
+        for _ in range(steps):
+            timed(step, place)
+    spent = [
+        (e.key, e.count / steps, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3 / steps)
+        for e in seen.key_averages()
+    ]
+    return sorted(spent, key=lambda each: -each[2])
 
 
 def one_update(

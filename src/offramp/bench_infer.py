@@ -24,6 +24,7 @@ from offramp.console import progress
 from offramp.packing import SIZES, measure_packing, tuned_packing
 from offramp.policy import Policy
 from offramp.pool import Pool, Ticket
+from offramp.runs import CONFIG
 from offramp.runtime import Engine, Packing, Runtime, State
 from offramp.shares import exit_counts
 from offramp.tables import Table
@@ -107,11 +108,15 @@ class Subject:
     shape: tuple[int, int, int]
 
 
-def subject_of(source: str, kind: str = "torch", device: str = "auto") -> tuple[Subject, Bundle | None]:
-    """A bundle, or a network by name with fresh params on the engine asked for."""
+def subject_of(source: str, kind: str | None = None, device: str = "auto") -> tuple[Subject, Bundle | None]:
+    """A bundle, or a network by name with fresh params on the engine asked for (torch unless told otherwise)."""
+    if (Path(source) / CONFIG).is_file():
+        raise ValueError(f"{source} is a run or model folder; make a bundle of the run first: offramp export")
     if (Path(source) / MANIFEST).is_file():
         bundle = load_bundle(source, device=device, own_process=True)
         whole = _whole_torch(bundle.engine) if bundle.format == "torch" else _all_stages(bundle.engine)
+        if kind not in (None, bundle.format):
+            raise ValueError(f"{source} is a bundle for {bundle.format}, so it cannot be timed with {kind}")
         return Subject(bundle.engine, whole, bundle.card.input_shape), bundle
     from offramp.device import pick_device
     from offramp.engines.torch_engine import TorchEngine
@@ -119,7 +124,7 @@ def subject_of(source: str, kind: str = "torch", device: str = "auto") -> tuple[
     from offramp.models.registry import create_model
 
     model = folded(create_model(source).set_schedule("eager"))
-    if kind == "torch":
+    if kind in (None, "torch"):
         place = pick_device(device)
         engine: Engine = TorchEngine(model, device=place, graphs=place.type == "cuda")
         return Subject(engine, _whole_torch(engine), model.input_shape), None
@@ -162,7 +167,7 @@ def infer_report(
     source: str,
     batches: Sequence[int],
     qs: Sequence[float],
-    kind: str = "torch",
+    kind: str | None = None,
     device: str = "auto",
     repeats: int = 10,
     silent: bool = False,
@@ -182,7 +187,7 @@ def infer_report(
     rows, stage_ms = bench_infer(subject, batches, shares, packing, repeats, silent)
     return {
         "source": source,
-        "engine": kind if bundle is None else bundle.format,
+        "engine": (kind or "torch") if bundle is None else bundle.format,
         "machine": machine_name(subject.engine),
         "rows": [row.to_json() for row in rows],
         "stage_ms": stage_ms,

@@ -21,16 +21,27 @@ def bench_train_command(
     device: Device = "auto",
     precision: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     repeats: Annotated[int, typer.Option(help="Timed rounds; the median counts.")] = 7,
+    where: Annotated[bool, typer.Option(help="Instead: where the time of a learned step goes.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time a training step with learned weights, by each engine, beside conventional training.
 
     On a GPU each is run eagerly, as a CUDA graph, and as one with offramp's own kernels (fast).
     """
-    from offramp.bench import bench_train
+    from offramp.bench import WAYS, bench_train, where_time_goes
     from offramp.device import device_name, pick_device
 
-    place = device_name(pick_device(device))
+    chosen = pick_device(device)
+    place = device_name(chosen)
+    if where:
+        way = WAYS[-1 if chosen.type == "cuda" else 0]
+        spent = where_time_goes("learned, forward_mode", way, model, batch, device, precision)
+        if as_json:
+            print(json.dumps({"model": model, "batch": batch, "device": place, "way": way, "spent": spent}))
+            return
+        cells = [[name, f"{calls:,.0f}", f"{ms:,.2f}"] for name, calls, ms in spent[:25]]
+        print_table(f"a learned step of {model}, loader batch {batch}, {place}, {way}", ["what", "calls", "ms"], cells)
+        return
     rows = bench_train(model, batch, device, precision, repeats, silent=as_json)
     if as_json:
         print(json.dumps({"model": model, "batch": batch, "device": place, "rows": [r.to_json() for r in rows]}))
@@ -48,7 +59,7 @@ def bench_infer_command(
     source: Annotated[str, typer.Argument(help="A bundle folder, or a model's name (fresh params).")],
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,64,256",
     q: Annotated[str, typer.Option(help="The shares of exits, by the paper's q.")] = "0.5,0.75",
-    engine: Annotated[str, typer.Option(help="torch or onnx, for a model.")] = "torch",
+    engine: Annotated[str | None, typer.Option(help="For a model: torch (as it is) or onnx.")] = None,
     device: Device = "auto",
     repeats: Annotated[int, typer.Option(help="Timed calls of each kind.")] = 10,
     as_json: AsJson = False,

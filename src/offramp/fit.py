@@ -12,15 +12,19 @@ from pathlib import Path
 
 import numpy as np
 
+from offramp.build import fit_to_data, new_model
 from offramp.bundle import FORMATS, MANIFEST
 from offramp.calibrate import PolicyRequest, calibrate_run
 from offramp.choices import unknown
 from offramp.config import RunConfig, load_recipe, with_settings
+from offramp.data import load_dataset
 from offramp.data.imagefolder import load_imagefolder
 from offramp.evaluate import evaluate_run
 from offramp.export import export_run
 from offramp.images import UnreadableImage, read_image
+from offramp.models.cost import exit_costs
 from offramp.outputs import EVAL, SUMMARY
+from offramp.policy import check_budget
 from offramp.report.write import Report, write_report
 from offramp.train import train_run
 
@@ -51,6 +55,8 @@ def fit(
     run, bundle = out / "run", out / "bundle"
     _refuse_mistakes(source, out, bundle, format)
     config = with_settings(configuration(source), settings)
+    if request is not None and request.budget_mul_adds is not None:
+        check_budget(request.budget_mul_adds, costs_of(config))
     train_run(config, run, device=device, resume=True)
     if not (run / EVAL / SUMMARY).is_file():
         evaluate_run(run, device=device)
@@ -67,6 +73,12 @@ def _refuse_mistakes(source: str, out: Path, bundle: Path, format: str) -> None:
         raise ValueError(f"{bundle} is there and is not a bundle; choose another --out")
     if Path(source).is_dir() and out.resolve().is_relative_to(Path(source).resolve()):
         raise ValueError(f"{out} lies inside {source}; choose an --out outside the images")
+
+
+def costs_of(config: RunConfig) -> list[int]:
+    """What each exit of the network will cost."""
+    data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.options())
+    return [cost.mul_adds for cost in exit_costs(new_model(fit_to_data(config, data)))]
 
 
 def fresh_folder(path: Path) -> Path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -115,7 +116,8 @@ def _median_ms(action: Callable[[], Any]) -> float:
 
 def _cache_file(digest: str, engine: Engine) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    place = f"{platform.node()}-{os.cpu_count()}-{getattr(engine, 'device', 'onnx')}".replace(":", "")
+    place = f"{platform.node()}-{os.cpu_count()}-{getattr(engine, 'place', 'onnx')}"
+    place = re.sub(r"[^\w.-]+", "-", place)
     return root / "offramp" / f"packing-{digest}-{place}.json"
 
 

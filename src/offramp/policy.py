@@ -89,6 +89,8 @@ class Policies:
 
     def at_q(self, q: float) -> Policy:
         """The policy of the paper's family nearest to q."""
+        if not 0 < q < math.inf:
+            raise ValueError(f"q must be a number above 0, got {q:g}")
         family = [p for p in self.policies if p.q is not None]
         if not family:
             raise ValueError("this policy file holds no policies by q")

@@ -116,7 +116,8 @@ def predict(
                 rows[one.ticket.key] = _row(bundle, paths[one.ticket.key], one)
                 bar.advance(1, 1)
 
-        for numbers, images in _decoded(bundle, paths, rows, batch):
+        for numbers, images, failed in _decoded(bundle, paths, rows, batch):
+            bar.advance(failed, 0)
             if len(numbers):
                 pool.add(images, [Ticket(number, last) for number in numbers])
             while pool.ready():
@@ -128,8 +129,8 @@ def predict(
 
 def _decoded(
     bundle: Bundle, paths: Sequence[str], rows: dict[int, Row], batch: int
-) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Normalised batches with the numbers of their paths; what cannot be read goes straight to `rows`."""
+) -> Iterator[tuple[list[int], np.ndarray, int]]:
+    """Normalised batches with the numbers of their paths; what cannot be read goes to `rows` and is counted."""
     own = bundle.card.preprocessing
 
     def decode(number: int) -> np.ndarray | UnreadableImage:
@@ -149,7 +150,8 @@ def _decoded(
                 if isinstance(image, UnreadableImage):
                     rows[number] = Row(paths[number], error=str(image))
             good = [(n, i) for n, i in zip(chunk, found, strict=True) if isinstance(i, np.ndarray)]
-            yield [n for n, _ in good], own.normalise(np.stack([i for _, i in good])) if good else np.empty(0)
+            images = own.normalise(np.stack([i for _, i in good])) if good else np.empty(0)
+            yield [n for n, _ in good], images, len(chunk) - len(good)
 
 
 def _row(bundle: Bundle, path: str, left: Left) -> Row:

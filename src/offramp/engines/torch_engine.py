@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from offramp.device import exact_float32
+from offramp.device import device_name, exact_float32
 from offramp.models.exits import ExitNet, State
 
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)  # batch sizes that are captured; others run in the next larger
@@ -57,6 +57,7 @@ class TorchEngine:
         graphs: bool = False,
     ) -> None:
         self.device, self.dtype = torch.device(device), dtype
+        self.place = device_name(self.device)
         self.model = model.to(self.device, dtype).to(memory_format=torch.channels_last).eval()
         self.num_exits = model.num_exits
         self.measure, self.temperatures = MEASURES[measure], temperatures
