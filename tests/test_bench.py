@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
+from offramp import ExitNet, create_model
 from offramp.bench import BASELINE, ROWS, bench_train, where_time_goes
+from offramp.floor import copied_bytes_per_s, floor_of
+from offramp.models.cost import exit_costs
+from offramp.models.layers import ConvBNReLU
 
 
 def test_every_row_is_timed_and_weighed() -> None:
@@ -24,3 +30,16 @@ def test_where_the_time_goes_is_told() -> None:
     spent = where_time_goes("learned, forward_mode", "eager", "msdnet-tiny", 8, "cpu", steps=1)
     assert any("convolution" in name for name, _, _ in spent[:5])
     assert [ms for _, _, ms in spent] == sorted((ms for _, _, ms in spent), reverse=True)
+
+
+def test_the_floor_counts_passes_and_bytes() -> None:
+    model = create_model("msdnet-tiny")
+    floor = floor_of(model, half=4, bytes_each=2)
+    assert floor.exact_mul_adds / floor.baseline_mul_adds == pytest.approx(10 / 3)
+    assert floor.baseline_mul_adds == 3 * 4 * exit_costs(model)[-1].macs
+    alone = ExitNet.from_parts([ConvBNReLU(3, 8, stride=2)], [nn.Sequential(nn.Flatten(), nn.Linear(8 * 16 * 16, 2))])
+    x, y = 3 * 32 * 32, 8 * 16 * 16
+    found = floor_of(alone, half=1, bytes_each=1)
+    assert found.baseline_bytes == (x + 3 * y) + 2 * x + 7 * y
+    assert found.exact_bytes == 2 * (x + 3 * y) + 3 * (2 * x + 7 * y) + 2 * x + 5 * y
+    assert copied_bytes_per_s(torch.device("cpu"), 8) > 0

@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from offramp.capture import Stepper
 from offramp.console import progress
 from offramp.device import pick_device, training_dtype
+from offramp.floor import copied_bytes_per_s, floor_of
 from offramp.meta import ENGINES
 from offramp.models.layers import use_kernels
 from offramp.models.registry import create_model, model_entry
@@ -119,6 +120,21 @@ def new_step(row: str, way: str, name: str, batch: int, device: torch.device, pr
         method = Method(LearnedWeighting(model.num_exits, device=device), engine, order=order, autocast=autocast)
     run = one_update if row == WHOLE else iterate
     return partial(Stepper(model, optimizer, method, run, capture=way != "eager"), images, labels, 0)
+
+
+def floor_line(model: str, batch: int, device: str = "auto", precision: str = "auto") -> str:
+    """What no step on a loader batch can be faster than, as a sentence."""
+    place = pick_device(device)
+    dtype, speed = training_dtype(precision, place), copied_bytes_per_s(place)
+    floor = floor_of(create_model(model), batch // 2, dtype.itemsize)
+    parts = [
+        f"{name} {2 * mul_adds / 1e12:.2f} T mul-adds and {2 * moved / 1e9:.1f} GB ({2e3 * moved / speed:.1f} ms)"
+        for name, mul_adds, moved in (
+            ("two baseline updates", floor.baseline_mul_adds, floor.baseline_bytes),
+            ("a learned step", floor.exact_mul_adds, floor.exact_bytes),
+        )
+    ]
+    return f"the floor, at {speed / 1e9:,.0f} GB/s: {'; '.join(parts)}"
 
 
 def where_time_goes(

@@ -17,6 +17,7 @@ import typer
 from offramp import __version__
 from offramp.cli_bench import bench
 from offramp.cli_options import AsJson, Budget, DataDir, Device, Measure, Settings, Temperature, Times, numbers, say
+from offramp.cli_results import results
 from offramp.cli_run import verbs
 from offramp.console import log_to_console, print_table
 from offramp.extras import MissingExtra, explained
@@ -31,6 +32,7 @@ app = typer.Typer(
 
 app.add_typer(verbs)
 app.add_typer(bench, name="bench")
+app.add_typer(results, name="results")
 
 
 def _print_version(wanted: bool) -> None:

@@ -28,7 +28,7 @@ def bench_train_command(
 
     On a GPU each is run eagerly, as a CUDA graph, and as one with offramp's own kernels (fast).
     """
-    from offramp.bench import WAYS, bench_train, where_time_goes
+    from offramp.bench import WAYS, bench_train, floor_line, where_time_goes
     from offramp.device import device_name, pick_device
 
     chosen = pick_device(device)
@@ -43,15 +43,18 @@ def bench_train_command(
         print_table(f"a learned step of {model}, loader batch {batch}, {place}, {way}", ["what", "calls", "ms"], cells)
         return
     rows = bench_train(model, batch, device, precision, repeats, silent=as_json)
+    floor = floor_line(model, batch, device, precision)
     if as_json:
-        print(json.dumps({"model": model, "batch": batch, "device": place, "rows": [r.to_json() for r in rows]}))
+        found = {"model": model, "batch": batch, "device": place, "rows": [r.to_json() for r in rows], "floor": floor}
+        print(json.dumps(found))
         return
     cells = [
         [r.name, r.way, f"{r.milliseconds:,.1f}", f"{r.images_per_s:,.0f}", f"{r.peak_mb:,.0f}", f"{r.ratio:.2f}"]
         for r in rows
     ]
     title = f"{model}, loader batch {batch}, {place}"
-    print_table(title, ["step", "way", "ms", "images/s", "peak MB", "ratio"], cells)
+    print_table(title, ["step", "way", "ms", "images/s", "peak MB", "ratio"], cells, whole=True)
+    say(floor)
 
 
 @bench.command("infer")

@@ -159,7 +159,9 @@ class Loop:
         if epoch % config.train.eval_every == 0 or self.step == self.total:
             row |= held_out(self.model, self.setup.data, self.setup.device)
         images_done = (self.step - self.began_step) * config.train.batch
-        row["images_per_s"] = round(images_done / (time.monotonic() - self.began), 1)
+        spent = time.monotonic() - self.began
+        row["images_per_s"] = round(images_done / spent, 1)
+        row["seconds"] = round(metrics.seconds_before + spent, 1)
         save_samples(self.out, epoch, half, config.weighting.q)
         metrics.add(row)
         return epoch_line(row, config.train.epochs)

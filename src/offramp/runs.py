@@ -72,6 +72,7 @@ class MetricsLog:
 
         self.path = folder / METRICS
         self.rows = [row for row in read_metrics(folder) if row["step"] <= step]
+        self.seconds_before = float(self.rows[-1].get("seconds", 0.0)) if self.rows else 0.0  # spent by earlier calls
         self._write()
         self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 

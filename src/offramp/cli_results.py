@@ -1,0 +1,36 @@
+"""The verbs of `offramp results`: keep what runs have shown, and write the page about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offramp.cli_options import say
+
+results = typer.Typer(no_args_is_help=True, help="Keep the results of runs and write a page about them.")
+
+
+@results.command("keep")
+def keep_command(
+    runs: Annotated[list[Path], typer.Argument(help="Evaluated runs, or folders that hold them.")],
+    into: Annotated[Path, typer.Option(help="The section's folder, for example results/1-main.")],
+) -> None:
+    """Keep settings, log, evaluation summary and budgeted curves of runs: text, some kilobytes each."""
+    from offramp.report.gather import find_runs
+    from offramp.results.store import keep_run
+
+    for run in find_runs(runs):
+        say(f"kept: {keep_run(run, into)}")
+
+
+@results.command("page")
+def page_command(
+    folder: Annotated[Path, typer.Argument(help="The folder of sections, each with its section.toml.")],
+    out: Annotated[Path, typer.Option(help="The Markdown page; its pictures go to a folder beside it.")],
+) -> None:
+    """Write the page from what is kept: tables, differences, pictures, and the commands to repeat each run."""
+    from offramp.results.page import write_page
+
+    say(f"written: {write_page(folder, out)}")

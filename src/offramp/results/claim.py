@@ -1,0 +1,99 @@
+"""The paper's claim, put to numbers: learned weights against the baseline, seed by seed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from offramp.config import RunConfig
+from offramp.console import millions
+from offramp.results.store import StoredRun
+
+LOSS_ALLOWED = 0.5  # points that any one exit may lose
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Learned minus baseline at an exit or a budget, in points, for each seed that has both."""
+
+    what: str
+    points: tuple[float, ...]
+    decides: bool  # whether the claim is about it; else it must only not lose much
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.points))
+
+    @property
+    def error(self) -> float | None:
+        """The standard error of the mean; unknown for one seed."""
+        return float(np.std(self.points, ddof=1) / np.sqrt(len(self.points))) if len(self.points) > 1 else None
+
+    @property
+    def holds(self) -> bool | None:
+        """Positive beyond its error where the claim is about it, no great loss elsewhere; unknown for one seed."""
+        if not self.decides:
+            return self.mean >= -LOSS_ALLOWED
+        return None if self.error is None else self.mean > self.error
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f}" + ("" if self.error is None else f" ± {self.error:.2f}")
+
+
+def pairs(groups: Sequence[Sequence[StoredRun]]) -> list[tuple[Sequence[StoredRun], Sequence[StoredRun]]]:
+    """Conventional training and learned weights of the same network, data and schedule."""
+    return [
+        (before, after)
+        for before in groups
+        for after in groups
+        if before[0].config.weighting.name == "uniform"
+        and after[0].config.weighting.name == "learned"
+        and _all_else(before[0].config) == _all_else(after[0].config)
+    ]
+
+
+def _all_else(config: RunConfig) -> tuple[object, ...]:
+    return config.model, config.imta, config.train, replace(config.data, dir=None)
+
+
+def differences(
+    before: Sequence[StoredRun], after: Sequence[StoredRun], budgets: Sequence[float], family: str = "q"
+) -> list[Difference]:
+    """At every exit and every budget that both runs of a seed reach."""
+    other = {run.config.seed: run for run in after}
+    both = [(run, other[run.config.seed]) for run in before if run.config.seed in other]
+    if not both:
+        return []
+    exits = len(both[0][0].metrics)
+    found = [
+        Difference(
+            f"exit {k + 1}",
+            tuple(100 * (b.metrics[k].top1 - a.metrics[k].top1) for a, b in both),
+            decides=k in (0, exits - 1),
+        )
+        for k in range(exits)
+    ]
+    for budget in budgets:
+        if all(family in run.curves for pair in both for run in pair):
+            at = [[100 * float(run.curves[family].at([budget])[0]) for run in pair] for pair in both]
+            points = tuple(b - a for a, b in at)
+            if np.isfinite(points).all():
+                found.append(Difference(millions(budget), points, decides=True))
+    return found
+
+
+def verdict(found: Sequence[Difference]) -> str:
+    """Whether the claim holds, in a sentence; what speaks against it is named."""
+    seeds = len(found[0].points)
+    if seeds < 2:
+        return "One seed: no verdict."
+    failing = [d for d in found if not d.holds]
+    if not failing:
+        return (
+            f"The claim holds over {seeds} seeds: better at the first and the last exit and at every budget by more "
+            f"than a standard error, and no exit loses more than {LOSS_ALLOWED:g} points."
+        )
+    named = ", ".join(f"{d.what} ({d})" for d in failing)
+    return f"The claim does not hold over {seeds} seeds; against it: {named}."

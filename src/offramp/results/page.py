@@ -1,0 +1,211 @@
+"""One page about all kept runs: `results/<section>/` becomes a section with tables, a picture and the commands.
+
+A section's `section.toml` has its title, its text, the split its numbers come from (`test`, or `calibration` for what
+was tuned) and its budgets in millions of mul-adds.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from offramp.config import list_recipes, load_recipe
+from offramp.console import millions
+from offramp.files import write_bytes
+from offramp.report.drawing import Panels, save
+from offramp.report.figures import draw_accuracy
+from offramp.report.gather import COLOURS, Group, RunData, by_configuration, method_label
+from offramp.results.claim import differences, pairs, verdict
+from offramp.results.store import StoredRun, stored_runs
+from offramp.tables import to_markdown, with_spread
+
+SECTION = "section.toml"
+Groups = list[list[StoredRun]]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One part of the page."""
+
+    name: str
+    title: str
+    text: str
+    split: str
+    budgets: tuple[float, ...]
+    groups: Groups
+
+
+def read_section(folder: Path) -> Section:
+    path = folder / SECTION
+    if not path.is_file():
+        raise ValueError(f"{folder} has no {SECTION}, which says what its results are about")
+    try:
+        about = tomllib.loads(path.read_text(encoding="utf-8"))
+        title, text = str(about["title"]), str(about["text"]).strip()
+        budgets = tuple(1e6 * float(b) for b in about.get("budgets", ()))
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} cannot be used: {error}") from error
+    split = about.get("split", "test")
+    if split not in ("test", "calibration"):
+        raise ValueError(f"{path}: split must be test or calibration, got {split!r}")
+    found = cast(Groups, by_configuration(cast(Any, stored_runs(folder))))
+    found.sort(key=lambda group: (group[0].config.model.name, group[0].config.weighting.name != "uniform"))
+    return Section(folder.name, title, text, split, budgets, found)
+
+
+def write_page(results: Path, out: Path) -> Path:
+    """Write the page and, beside it in a folder of its name, its pictures."""
+    folders = sorted(p for p in results.iterdir() if p.is_dir()) if results.is_dir() else []
+    if not folders:
+        raise ValueError(f"{results} holds no sections")
+    sections = [read_section(folder) for folder in folders]
+    intro = (
+        f"# Results\n\nWritten by `offramp results page {results.name} --out {out.parent.name}/{out.name}` from what "
+        f"is kept of each run in `{results.name}/`: settings, log, evaluation summary and budgeted curves. Accuracies "
+        "are top-1 in %; ± is one standard deviation over seeds, in differences one standard error. Thresholds of "
+        "budgeted numbers come from the calibration split by the paper's rule.\n"
+    )
+    parts = [intro, *(_section(section, out) for section in sections), _all_runs(sections)]
+    write_bytes(out, "\n".join(parts).encode())
+    return out
+
+
+def _section(section: Section, out: Path) -> str:
+    parts = [f"## {section.title}\n\n{section.text}\n"]
+    if section.split == "calibration":
+        parts.append(_tuned(section.groups))
+    else:
+        parts.append(_anytime(section.groups))
+        parts.append(_budgeted(section.groups, section.budgets))
+        parts += [_paired(before, after, section.budgets) for before, after in pairs(section.groups)]
+        parts.append(_picture(section, out))
+    parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.groups))
+    return "\n".join(part for part in parts if part)
+
+
+def label(group: Sequence[StoredRun]) -> str:
+    """The method, the network, and what was changed in the recipe."""
+    first = group[0]
+    changed = [f"{key}={_word(value)}" for key, value in sorted(first.changes.items()) if key != "train.epochs"]
+    name = f"{method_label(first.config)}, {first.config.model.name}"
+    return ", ".join([name, *changed])
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _anytime(groups: Groups) -> str:
+    exits = max(len(group[0].metrics) for group in groups)
+    rows = []
+    for group in groups:
+        top1 = np.array([[100 * score.top1 for score in run.metrics] for run in group])
+        cells = [with_spread(column) for column in top1.T]
+        rows.append([label(group), str(group[0].config.train.epochs), str(len(group)), *_filled(cells, exits)])
+        paper = _paper(group)
+        if paper:
+            rows.append([f"the paper's {method_label(group[0].config)}", "300", "", *_filled(paper, exits)])
+    return to_markdown(["every exit on all test images", "epochs", "seeds", *_numbers(exits)], rows)
+
+
+def _paper(group: Sequence[StoredRun]) -> list[str]:
+    recipe = group[0].config.recipe
+    top1 = load_recipe(recipe).paper_top1 if recipe in list_recipes() else None
+    return [f"{value:.2f}" for value in top1 or ()]
+
+
+def _numbers(exits: int) -> list[str]:
+    return [f"exit {k}" for k in range(1, exits + 1)]
+
+
+def _filled(cells: Sequence[str], count: int) -> list[str]:
+    return [*cells, *[""] * (count - len(cells))]
+
+
+def _budgeted(groups: Groups, budgets: Sequence[float]) -> str:
+    rows = []
+    for group in groups:
+        for family, words in (("q", ""), ("searched", ", searched thresholds")):
+            curves = [run.curves[family] for run in group if family in run.curves]
+            if curves:
+                at = np.array([100 * curve.at(budgets) for curve in curves])
+                cells = ["–" if np.isnan(column).any() else with_spread(column) for column in at.T]
+                rows.append([label(group) + words, *cells])
+    return to_markdown(["budgeted", *map(millions, budgets)], rows) if rows and budgets else ""
+
+
+def _paired(before: Sequence[StoredRun], after: Sequence[StoredRun], budgets: Sequence[float]) -> str:
+    found = differences(before, after, budgets)
+    if not found:
+        return ""
+    table = to_markdown([f"{label(after)} minus baseline", *(d.what for d in found)], [["", *map(str, found)]])
+    return f"{table}\n{verdict(found)} {_price(before, after)}\n"
+
+
+def _price(before: Sequence[StoredRun], after: Sequence[StoredRun]) -> str:
+    """What learned weights cost beside the baseline."""
+    each = [_seconds_per_epoch(group) for group in (before, after)]
+    if each[0] is None or each[1] is None:
+        return ""
+    epochs = after[0].config.train.epochs * each[1] / each[0]
+    gains = [100 * (b.metrics[-1].top1 - a.metrics[-1].top1) for a, b in zip(before, after, strict=False)]
+    return (
+        f"An epoch takes {each[0]:.1f} s and {each[1]:.1f} s ({after[0].device}): the learned run costs as much as "
+        f"{epochs:.0f} baseline epochs, {1000 * float(np.mean(gains)) / epochs:+.2f} points at the last exit for every "
+        "thousand of them."
+    )
+
+
+def _seconds_per_epoch(group: Sequence[StoredRun]) -> float | None:
+    each = [run.seconds / run.config.train.epochs for run in group if run.seconds is not None]
+    return float(np.mean(each)) if each else None
+
+
+def _tuned(groups: Groups) -> str:
+    """Settings side by side, on the calibration split alone."""
+    exits = max(len(group[0].metrics) for group in groups)
+    rows = []
+    for group in groups:
+        top1 = np.array([run.calibration_top1 for run in group if run.calibration_top1], dtype=np.float64) * 100
+        if len(top1):
+            cells = [with_spread(column) for column in top1.T]
+            rows.append([label(group), str(len(top1)), *_filled(cells, exits), with_spread(top1.mean(1))])
+    return to_markdown(["on the calibration split", "seeds", *_numbers(exits), "mean"], rows)
+
+
+def _picture(section: Section, out: Path) -> str:
+    drawn = [
+        Group(label(group), COLOURS[at % len(COLOURS)], cast(tuple[RunData, ...], tuple(group)))
+        for at, group in enumerate(section.groups)
+    ]
+    panels = Panels(section.name, section.title, [partial(draw_accuracy, drawn, "q")], "wide")
+    save(panels, out.with_suffix(""))
+    return f"![Accuracy against mean mul-adds per image]({out.stem}/{section.name}.png)\n"
+
+
+def command(group: Sequence[StoredRun]) -> str:
+    """The one command that trains a group again."""
+    first = group[0]
+    settings = "".join(f" --set {key}={_word(value)}" for key, value in sorted(first.changes.items()))
+    seeds = ",".join(str(run.config.seed) for run in group)
+    data = "" if first.config.data.name == "digits" else " --data-dir DATA"
+    return f"offramp train {first.config.recipe}{data} --out RUNS{settings} --seeds {seeds}"
+
+
+def _all_runs(sections: Sequence[Section]) -> str:
+    rows = []
+    for section in sections:
+        for group in section.groups:
+            for run in group:
+                seconds = "" if run.seconds is None else f"{run.seconds:,.0f}"
+                top1 = " ".join(f"{100 * score.top1:.2f}" for score in run.metrics)
+                facts = [str(run.config.seed), str(run.config.train.epochs), run.device, seconds]
+                rows.append([section.name, label([run]), *facts, "" if section.split == "calibration" else top1])
+    columns = ["section", "run", "seed", "epochs", "device", "seconds", "top-1 of every exit"]
+    return "## All runs\n\n" + to_markdown(columns, rows)

@@ -1,0 +1,119 @@
+"""What is kept of a run so that its results can be redrawn: settings, log, evaluation, curves; some kilobytes of text.
+
+Weights, logits and where the data lay stay behind.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from offramp.config import RunConfig, list_recipes, load_recipe
+from offramp.files import read_json, write_bytes, write_json
+from offramp.metrics import Curve
+from offramp.outputs import EVAL, SUMMARY, EvalSummary, ExitScore, read_summary
+from offramp.report.gather import read_run
+from offramp.runs import CONFIG, METRICS, read_config, read_metrics
+
+CURVES = "curves.json"
+ENVIRONMENT = "environment.json"
+FACTS = ("python", "packages", "device")  # not where things lay on the machine
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run as it is kept; a figure can draw it as it would the run itself."""
+
+    folder: Path
+    config: RunConfig
+    summary: EvalSummary
+    log: list[dict[str, Any]]
+    curves: dict[str, Curve]
+    device: str
+
+    @property
+    def metrics(self) -> tuple[ExitScore, ...]:
+        """Every exit on the whole test split."""
+        return self.summary.exits["test"]
+
+    @property
+    def seconds(self) -> float | None:
+        """How long training took, evaluations of the calibration split included."""
+        return self.log[-1].get("seconds") if self.log else None
+
+    @property
+    def calibration_top1(self) -> list[float] | None:
+        """Every exit on the calibration split after the last epoch."""
+        return self.log[-1].get("calibration_top1") if self.log else None
+
+    @cached_property
+    def changes(self) -> dict[str, Any]:
+        """Settings in which the run differs from its recipe; seed and place of the data aside."""
+        if self.config.recipe not in list_recipes():
+            return {}
+        own = _flat(self.config.to_json())
+        recipe = _flat(load_recipe(self.config.recipe).config.to_json())
+        aside = ("seed", "data.dir", "model.num_classes", "recipe")
+        return {key: value for key, value in own.items() if recipe.get(key) != value and key not in aside}
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict) and value:
+            found |= _flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+def keep_run(run: Path, into: Path) -> Path:
+    """Keep an evaluated run in a folder of its own below `into`; an earlier one of the same name is replaced."""
+    data = read_run(run)
+    config = replace(data.config, data=replace(data.config.data, dir=None))
+    target = into / stored_name(config)
+    write_json(target / CONFIG, config.to_json())
+    if (run / ENVIRONMENT).is_file():
+        known = read_json(run / ENVIRONMENT)
+        write_json(target / ENVIRONMENT, {key: known[key] for key in FACTS if key in known})
+    for name in (METRICS, f"{EVAL}/{SUMMARY}"):
+        write_bytes(target / name, (run / name).read_bytes())
+    curves = {
+        family: {"mul_adds": [round(cost) for cost in own.costs], "top1": [round(top1, 6) for top1 in own.top1]}
+        for family, own in data.curves.items()
+    }
+    write_json(target / CURVES, {"schema": 1, "curves": curves})
+    return target
+
+
+def stored_name(config: RunConfig) -> str:
+    """The recipe, what was changed in it, and the seed."""
+    run = StoredRun(Path(), config, None, [], {}, "")  # type: ignore[arg-type]
+    changed = [f"{key.rsplit('.', 1)[-1]}={_plain(value)}" for key, value in sorted(run.changes.items())]
+    return "-".join([config.recipe or config.model.name, *changed, f"seed={config.seed}"])
+
+
+def _plain(value: Any) -> str:
+    return "".join(c if c.isalnum() or c in ".+" else "_" for c in str(value))
+
+
+def read_stored(folder: Path) -> StoredRun:
+    """A run that `keep_run` wrote."""
+    path = folder / CURVES
+    kept = read_json(path)
+    try:
+        curves = {name: Curve(tuple(own["mul_adds"]), tuple(own["top1"])) for name, own in kept["curves"].items()}
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not what was kept of a run") from error
+    device = read_json(folder / ENVIRONMENT).get("device", "") if (folder / ENVIRONMENT).is_file() else ""
+    return StoredRun(folder, read_config(folder), read_summary(folder), read_metrics(folder), curves, str(device))
+
+
+def stored_runs(folder: Path) -> list[StoredRun]:
+    """All runs kept below a folder, by name."""
+    found = [read_stored(path.parent) for path in sorted(folder.rglob(CURVES))]
+    if not found:
+        raise ValueError(f"{folder} holds no results; keep some: offramp results keep RUN --into {folder}")
+    return found

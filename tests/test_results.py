@@ -1,0 +1,118 @@
+"""Results that are kept can be redrawn: the same numbers, the differences seed by seed, an honest verdict."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from offramp.cli import main
+from offramp.results.claim import Difference, differences, verdict
+from offramp.results.page import write_page
+from offramp.results.store import read_stored, stored_runs
+from saved import write_run
+
+BUDGETS = (2e6, 4e6)
+ABOUT = 'title = "Main"\ntext = "Digits."\nbudgets = [2, 4]\n'
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["offramp", *map(str, words)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    return int(left.value.code or 0)
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two seeds of baseline and learned weights, the latter better; kept, then the runs are gone."""
+    for recipe, skill in (("digits-baseline", 0.8), ("digits-learned", 1.2)):
+        for seed in (0, 1):
+            write_run(tmp_path / "runs" / recipe / str(seed), recipe, seed, skill)
+    assert call(monkeypatch, "results", "keep", tmp_path / "runs", "--into", tmp_path / "results/1-main") == 0
+    shutil.rmtree(tmp_path / "runs")
+    (tmp_path / "results/1-main/section.toml").write_text(ABOUT)
+    return tmp_path / "results"
+
+
+def test_what_is_kept_is_small_and_tells_no_secrets(results: Path, tmp_path: Path) -> None:
+    runs = stored_runs(results)
+    assert len(runs) == 4 and {run.config.seed for run in runs} == {0, 1}
+    files = [p for p in results.rglob("*") if p.is_file()]
+    assert sum(p.stat().st_size for p in files) < 200_000
+    assert not any(str(tmp_path) in p.read_text() for p in files)
+    assert {p.suffix for p in files} == {".json", ".jsonl", ".toml"}
+    again = read_stored(runs[0].folder)
+    assert again.curves["q"].costs[0] < again.curves["q"].costs[-1] and len(again.metrics) == 3
+    assert "data.calibration" in again.changes
+
+
+def test_differences_are_by_seed_and_by_hand(results: Path) -> None:
+    runs = {(run.config.weighting.name, run.config.seed): run for run in stored_runs(results)}
+    before, after = ([runs[name, seed] for seed in (0, 1)] for name in ("uniform", "learned"))
+    found = {d.what: d for d in differences(before, after, BUDGETS)}
+    assert list(found) == ["exit 1", "exit 2", "exit 3", "2.00M", "4.00M"]
+    by_hand = [100 * (b.metrics[2].top1 - a.metrics[2].top1) for a, b in zip(before, after, strict=True)]
+    assert found["exit 3"].points == pytest.approx(by_hand)
+    assert found["exit 3"].mean == pytest.approx(np.mean(by_hand))
+    assert found["exit 3"].error == pytest.approx(abs(by_hand[0] - by_hand[1]) / 2)
+    assert found["exit 1"].decides and not found["exit 2"].decides
+    assert differences(before, after[1:], BUDGETS)[0].points == pytest.approx([found["exit 1"].points[1]])
+    assert differences(before[:1], after[1:], BUDGETS) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "middle", "said"),
+    [
+        ((1.0, 1.2), (-0.4, 0.1), "The claim holds over 2 seeds"),
+        ((1.0, -0.9), (0.0, 0.0), "does not hold over 2 seeds; against it: exit 1 (+0.05 ± 0.95)"),
+        ((1.0, 1.2), (-0.7, -0.4), "against it: exit 2 (-0.55 ± 0.15)"),
+        ((1.0,), (0.0,), "One seed: no verdict."),
+    ],
+)
+def test_the_verdict_follows_the_numbers(first: tuple[float, ...], middle: tuple[float, ...], said: str) -> None:
+    assert said in verdict([Difference("exit 1", first, True), Difference("exit 2", middle, False)])
+
+
+def test_the_page_is_written_from_what_is_kept(results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "docs/results.md"
+    assert call(monkeypatch, "results", "page", results, "--out", out) == 0
+    text = out.read_text()
+    runs = stored_runs(results)
+    for run in runs:
+        assert " ".join(f"{100 * s.top1:.2f}" for s in run.metrics) in text
+    assert "learned weights, msdnet-tiny" in text and "Digits." in text
+    assert "against it: exit 1 (+0.00 ± 0.00)." in text  # these runs differ only behind the first exit
+    assert "offramp train digits-learned --out RUNS --set data.calibration=400 --seeds 0,1" in text
+    assert (tmp_path / "docs/results/1-main.png").stat().st_size > 5000 and "results/1-main.png" in text
+    write_page(results, out)
+    assert out.read_text() == text  # nothing but what is kept decides
+
+
+def test_what_was_tuned_shows_no_test_numbers(results: Path, tmp_path: Path) -> None:
+    (results / "1-main/section.toml").write_text(ABOUT + 'split = "calibration"\n')
+    text = write_page(results, tmp_path / "page.md").read_text()
+    assert "on the calibration split" in text and "75.00" in text
+    assert not any(f"{100 * s.top1:.2f}" in text for run in stored_runs(results) for s in run.metrics[:1])
+
+
+def test_mistakes_are_sentences(results: Path, tmp_path: Path) -> None:
+    (results / "2-other").mkdir()
+    for words, text in (("has no section.toml", None), ("cannot be used", "title = 1"), ("holds no results", ABOUT)):
+        if text:
+            (results / "2-other/section.toml").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            write_page(results, tmp_path / "page.md")
+    (results / "2-other/section.toml").write_text(ABOUT + "split = 'train'\n")
+    with pytest.raises(ValueError, match="split must be test or calibration"):
+        write_page(results, tmp_path / "page.md")
+    with pytest.raises(ValueError, match="holds no sections"):
+        write_page(tmp_path / "nowhere", tmp_path / "page.md")
+    broken = next(results.rglob("curves.json"))
+    broken.write_text(json.dumps({"curves": {"q": 1}}))
+    with pytest.raises(ValueError, match="is not what was kept"):
+        read_stored(broken.parent)
