@@ -139,6 +139,24 @@ def test_a_whole_step_agrees() -> None:
         torch.testing.assert_close(ours, plain, rtol=2e-3, atol=2e-4)
 
 
+def test_what_is_not_a_number_stays_so() -> None:
+    """Or a run that has gone wrong would look like one that is merely bad."""
+    _, ours = layers(SHAPES[0])
+    x = maps(SHAPES[0], False)
+    x[0, 0, 0, 0] = float("nan")
+    with no_trace():
+        assert ours(x).isnan().any()
+
+
+def test_no_second_derivative_is_made_up() -> None:
+    _, ours = layers(SHAPES[0])
+    with no_trace():
+        out = ours(maps(SHAPES[0], False).requires_grad_())
+    (gradient,) = torch.autograd.grad(out.square().sum(), ours[0].weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 def test_what_our_kernels_do_not_know_stays_plain() -> None:
     model = create_model("msdnet-tiny", num_classes=4, blocks=(2, 2), stem="imagenet", image_size=96)
     use_kernels(model, True)

@@ -263,6 +263,7 @@ def test_what_graphs_share_is_handed_on_rightly(size: int, gone: int, monkeypatc
     rule = policy(*np.median(sure[:-1], axis=1).tolist())
     plain = Runtime(TorchEngine(network(), dtype=torch.float64), rule, COSTS)(IMAGES)
     engine = TorchEngine(network(), dtype=torch.float64, graphs=True)
+    assert engine.graphs is not None and engine.graphs._said(4).is_contiguous()  # or no graph could write it
 
     class Rule:
         def worth_it(self, k: int, batch: int, staying: int) -> bool:

@@ -60,6 +60,19 @@ def test_replayed_tangents_are_exact(name: str, equilibrium: bool) -> None:
         torch.testing.assert_close(replayed, exact, rtol=1e-8, atol=1e-13)
 
 
+@pytest.mark.parametrize("frozen", ["0.weight", "1.weight", "1.bias", "1.weight 1.bias", "0.weight 1.bias"])
+def test_params_that_do_not_move(frozen: str) -> None:
+    """A layer of which some params are frozen: the others' moves still count."""
+    torch.manual_seed(0)
+    model = NETS["msdnet"]().double()
+    for layer in model.modules():
+        if isinstance(layer, ConvBNReLU):
+            for name in frozen.split():
+                layer.get_parameter(name).requires_grad_(False)
+    replayed, exact = (ENGINES[e](problem(model, keeps=True)).weights_BK for e in ("forward_mode", "double_backward"))
+    torch.testing.assert_close(replayed, exact, rtol=1e-8, atol=1e-13)
+
+
 def test_a_recorded_forward_is_the_plain_one() -> None:
     torch.manual_seed(0)
     model = NETS["msdnet"]().double()

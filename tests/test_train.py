@@ -44,7 +44,10 @@ def same_weights(a: Path, b: Path) -> bool:
 
 
 def without_speed(run: Path) -> list[dict[str, object]]:
-    return [{k: v for k, v in row.items() if k != "images_per_s"} for row in read_metrics(run)]
+    rows = read_metrics(run)
+    spent = [row["seconds"] for row in rows]
+    assert spent == sorted(spent)  # earlier calls' time counts in
+    return [{k: v for k, v in row.items() if k not in ("images_per_s", "seconds")} for row in rows]
 
 
 def test_a_run_folder_holds_what_it_should(tmp_path: Path, small_config: Config) -> None:
@@ -341,3 +344,15 @@ def test_a_signal_stops_all_runs_and_saves_each(tmp_path: Path, small_config: Co
     with progress("training", 0, silent=True) as bar, pytest.raises(Stopped):
         drive(runs, bar, torch.device("cpu"))
     assert all((state := load_state(tmp_path / str(seed))) is not None and state.step == 1 for seed in (0, 1))
+
+
+def test_one_runs_trouble_is_not_the_others(tmp_path: Path, small_config: Config) -> None:
+    from offramp.console import progress
+    from offramp.train import drive, training
+    from offramp.world import World
+
+    configs = [small_config("train.learning_rate=1e25", "train.save_seconds=1000"), small_config("seed=1")]
+    runs = [training(c, tmp_path / str(at), torch.device("cpu"), World(), [], False) for at, c in enumerate(configs)]
+    with progress("training", 0, silent=True) as bar, pytest.raises(ValueError, match="not finite"):
+        drive(runs, bar, torch.device("cpu"))
+    assert not (tmp_path / "0/model.safetensors").exists() and (tmp_path / "1/model.safetensors").exists()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from offramp.checkpoint import optimizer_tensors
-from offramp.meta import generator_states
+from offramp.meta import generator_states, set_generator_states
 from offramp.objectives.weighting import LearnedWeighting
 from offramp.rates import rates_on_device
 from offramp.step import HalfResult, Method, iterate
@@ -71,7 +71,7 @@ class Stepper:
                 self._recorded[key] = self._record(images, labels, step)
             except (RuntimeError, NotCapturable) as error:
                 self.captures = False
-                reason = str(error).splitlines()[0]
+                reason = str(error.__context__ or error).splitlines()[0]
                 log.warning("the training step cannot be captured as a CUDA graph, it runs eagerly: %s", reason)
         if self.captures:
             return self._recorded[key].replay(images, labels)
@@ -83,16 +83,20 @@ class Stepper:
         draws, before = generator_states(self.device), {k: t.clone() for k, t in self._tensors().items()}
         stream, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UP):
-                self.run(self.module, self.optimizer, self.method, images, labels, step)
-        current.wait_stream(stream)
-        for name, tensor in self._tensors().items():
-            tensor.copy_(before[name]) if name in before else tensor.zero_()  # momenta begin at zero
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    self.run(self.module, self.optimizer, self.method, images, labels, step)
+        finally:
+            current.wait_stream(stream)
+            for name, tensor in self._tensors().items():
+                tensor.copy_(before[name]) if name in before else tensor.zero_()  # momenta begin at zero
         if not all(map(torch.equal, draws, generator_states(self.device))):
+            set_generator_states(draws, self.device)
             raise NotCapturable("the network draws random numbers")
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+        # Other threads may speak to the device meanwhile: a loader's, for example.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             results = self.run(self.module, self.optimizer, self.method, images, labels, step)
         return Recorded(graph, images, labels, results)
 
@@ -101,7 +105,8 @@ class Stepper:
         momenta = optimizer_tensors(self.module, self.optimizer)
         own = {f"optimizer|{name}": tensor for name, tensor in momenta.items()}
         own |= {f"weighting|{name}": tensor for name, tensor in self.method.weighting.tensors().items()}
-        return own | {f"module|{name}": tensor for name, tensor in self.module.state_dict().items()}
+        own |= {f"param|{name}": param.detach() for name, param in self.module.named_parameters()}
+        return own | {f"buffer|{name}": buffer for name, buffer in self.module.named_buffers()}
 
 
 class NotCapturable(Exception):

@@ -26,6 +26,8 @@ def pick_device(name: str = "auto") -> torch.device:
     device, gpus = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise ValueError(f"device {name!r} was asked for, but torch sees {gpus or 'no'} GPUs here")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # streams, graphs and kernels of our own go to the current one
     return device
 
 

@@ -39,7 +39,7 @@ class LookAhead:
         for group in self.groups:
             own = [gradients[name] for name in group.names]
             found |= zip(group.names, torch._foreach_mul(own, group.slope), strict=True)  # type: ignore[arg-type]
-        return {name: found.get(name, torch.zeros_like(g)) for name, g in gradients.items()}
+        return {name: found[name] if name in found else torch.zeros_like(g) for name, g in gradients.items()}
 
 
 Rule = Callable[[list[Tensor], list[Tensor], dict, list[dict]], tuple[Sequence[Tensor], Slope]]

@@ -125,7 +125,8 @@ class Loop:
         self.total = self.steps_per_epoch * config.train.epochs
         module.to(place, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         fast = config.train.fast and place.type == "cuda"
-        use_kernels(module, fast and kernels() is not None)
+        twice = config.weighting.engine == "double_backward"  # our kernels know no second derivative
+        use_kernels(module, fast and not twice and kernels() is not None)
         self.optimizer = new_optimizer(model, config.train)
         self.method = new_method(config, model.num_exits, criterion, place, world)
         self.tally = Tally(model.num_exits, place)

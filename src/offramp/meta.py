@@ -231,14 +231,15 @@ def draws_from(states: tuple[Tensor, ...] | None, device: torch.device) -> Itera
     """Draw as from `states` (None: go on) inside the block, and afterwards as if it had not been."""
     before = generator_states(device)
     if states is not None:
-        _set_states(states, device)
+        set_generator_states(states, device)
     try:
         yield
     finally:
-        _set_states(before, device)
+        set_generator_states(before, device)
 
 
-def _set_states(states: tuple[Tensor, ...], device: torch.device) -> None:
+def set_generator_states(states: tuple[Tensor, ...], device: torch.device) -> None:
+    """Put back what `generator_states` gave."""
     if not states:
         return
     torch.set_rng_state(states[0])

@@ -127,7 +127,7 @@ def delayed_updates(
         params = problem.params()
         loss = backward(model, optimizer, method, train, weights_BK)
         ahead = look_ahead(optimizer, params, {name: p.grad for name, p in params.items()}, "optimizer")
-        before = {name: p.detach().clone() for name, p in params.items()}
+        before = dict(zip(params, torch._foreach_mul([p.detach() for p in params.values()], 1.0), strict=True))
         optimizer.step()
         torch.clear_autocast_cache()
         after = forward(model, method, *meta_half, keeps=True) if again else None

@@ -51,7 +51,7 @@ def drive(runs: list[Iterator[Event]], bar: Bar, device: torch.device) -> None:
     Small kernels of one run fill the gaps of another. Each run computes what it would compute alone.
     """
     lanes = [_lane(device) if len(runs) > 1 else nullcontext() for _ in runs]
-    active, stopped = dict(enumerate(runs)), None
+    active, failed = dict(enumerate(runs)), []
     while active:
         for number, run in list(active.items()):
             try:
@@ -59,11 +59,11 @@ def drive(runs: list[Iterator[Event]], bar: Bar, device: torch.device) -> None:
                     show(next(run), bar, f"{number + 1}: " if len(runs) > 1 else "")
             except StopIteration:
                 del active[number]
-            except Stopped as signal:
-                stopped = signal
+            except (Stopped, ValueError, RuntimeError) as error:  # one run's trouble is not the others'
+                failed.append(error)
                 del active[number]
-    if stopped:
-        raise stopped
+    if failed:
+        raise failed[0]
 
 
 def _lane(device: torch.device) -> AbstractContextManager[object]:

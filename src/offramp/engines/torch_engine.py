@@ -7,6 +7,7 @@ the rows that go on come from the host, are packed, run, and what their exit say
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ MEASURES: dict[str, Callable[[Tensor], Tensor]] = {
     "margin": _margin,
     "entropy": _entropy,
 }
+
+
+def bucket(count: int) -> int:
+    """The captured batch size that `count` samples run in."""
+    return next(size for size in BUCKETS if size >= count)
 
 
 class TorchEngine:
@@ -90,8 +96,9 @@ class TorchEngine:
 
     def judge(self, k: int, verdict: Any) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(verdict, Live):
+            assert self.graphs is not None
             self.wait()
-            verdict = self.graphs.said[:, : verdict.count] if self.graphs else None
+            verdict = self.graphs.answer(verdict.count)
         host = verdict.cpu().numpy()
         return host[0].copy(), host[1].astype(np.int64)
 
@@ -149,7 +156,8 @@ def captured(step: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         for _ in range(3):  # let libraries choose and allocate before anything is recorded
             step()
     torch.cuda.current_stream().wait_stream(side)
-    with torch.cuda.graph(graph), torch.inference_mode(), exact_float32():
+    # Other threads (a server's, a loader's) may speak to the device meanwhile.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), torch.inference_mode(), exact_float32():
         step()
     return graph
 
@@ -193,7 +201,15 @@ class _Graphs:
         most = BUCKETS[-1]
         self.going = torch.zeros(most, dtype=torch.int64, pin_memory=on_gpu)  # rows that go on, written by the host
         self.index = torch.zeros(most, dtype=torch.int64, device=engine.device)
-        self.said = torch.zeros(2, most, dtype=engine.dtype, pin_memory=on_gpu)  # confidences and labels, read there
+        self.said = torch.zeros(2 * most, dtype=engine.dtype, pin_memory=on_gpu)  # confidences and labels, read there
+
+    def answer(self, count: int) -> Tensor:
+        """What the stage that ran last said of its `count` samples, [2, count]; it must have ended."""
+        return self._said(bucket(count))[:, :count]
+
+    def _said(self, size: int) -> Tensor:
+        """Where a graph of some size puts its answer: in one piece, or it could not be copied within the graph."""
+        return self.said[: 2 * size].view(2, size)
 
     def room(self, k: int, like: State | None = None) -> State:
         """Where the state before stage k lies."""
@@ -208,15 +224,28 @@ class _Graphs:
             for slot, given in zip(self.room(k, state), state, strict=True):
                 slot[: len(given)].copy_(given)
             live = Live(k - 1, np.arange(len(live)), packed=True)
-        size = next(b for b in BUCKETS if b >= live.count)
+        size = bucket(live.count)
         if not live.packed:
             self.going[: live.count] = torch.from_numpy(live.rows)
         key = (k, size, live.packed)
         if key not in self.captured:
-            self.captured[key] = captured(partial(self._step, *key))
+            self.captured[key] = self._checked(partial(self._step, *key), size)
         self.captured[key].replay()
         after = Live(k, np.arange(live.count), packed=True)
         return after, (after,)
+
+    def _checked(self, step: Callable[[], None], size: int) -> torch.cuda.CUDAGraph:
+        """A stage as a graph that was seen to say what the stage itself says."""
+        graph = captured(step)
+        said = []
+        for run in (step, graph.replay):
+            self.said.fill_(math.nan)
+            run()
+            self.engine.wait()
+            said.append(self._said(size).clone())
+        if not torch.allclose(*said, rtol=1e-3, atol=1e-4, equal_nan=True):
+            raise RuntimeError("a captured stage does not say what the stage says; load the network with graphs=False")
+        return graph
 
     def _step(self, k: int, size: int, packed: bool) -> None:
         """Stage k on the first `size` rows of its room, or on those that the host names."""
@@ -228,7 +257,7 @@ class _Graphs:
             rows = (torch.index_select(_flat(t), 0, self.index[:size]) for t in state)
             state = tuple(_unflat(own, t) for own, t in zip(rows, state, strict=True))
         logits, after = self.engine.model.step(k, state)
-        self.said[:, :size].copy_(self.engine.verdict(k, logits), non_blocking=True)
+        self._said(size).copy_(self.engine.verdict(k, logits), non_blocking=True)
         if k < self.engine.num_exits:
             for slot, own in zip(self.room(k + 1, after), after, strict=True):
                 slot[:size].copy_(own)

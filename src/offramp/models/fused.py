@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from offramp.models.tape import values_and_tangent
 
@@ -52,9 +53,9 @@ def plain_tangent(kept: Kept, x_moves: Tensor | None, conv: nn.Conv2d, bn: nn.Ba
         found = torch.ops.aten.native_batch_norm_backward(
             y_moves, kept.y, scale, None, None, kept.mean_C, kept.inverse_std_C, True, bn.eps, [True, False, False]
         )[0]
-    if scale_moves is not None and shift_moves is not None:
-        slope = scale_moves * kept.inverse_std_C
-        level = shift_moves - slope * kept.mean_C
+    if scale_moves is not None or shift_moves is not None:
+        slope = torch.zeros_like(kept.mean_C) if scale_moves is None else scale_moves * kept.inverse_std_C
+        level = -slope * kept.mean_C if shift_moves is None else shift_moves - slope * kept.mean_C
         slope, level = (v.to(kept.y.dtype).view(1, -1, 1, 1) for v in (slope, level))
         found = torch.addcmul(level if found is None else found.add_(level), kept.y, slope)
     return None if found is None else torch.ops.aten.threshold_backward(found, kept.out, 0)
@@ -116,12 +117,16 @@ class _Fused(torch.autograd.Function):
         ctx.save_for_backward(rows, weight, y, scale, shift, mean, inverse_std)
         ctx.stride = stride
         ctx.mark_non_differentiable(y, mean, inverse_std)
+        ctx.set_materialize_grads(False)
         return out, y, mean, inverse_std
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
         own = kernels()
         assert own is not None
+        if gradient is None:  # nobody read the output
+            return (None,) * 8
         rows, weight, y, *norm = ctx.saved_tensors
         by_y, by_scale, by_shift = own.gradient_before_relu(own.as_rows(gradient), y, norm)
         by_x = None

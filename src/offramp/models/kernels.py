@@ -195,7 +195,7 @@ def _statistics(
     cols = column * BC + tl.arange(0, BC)
     ok = cols < channels
     mu = first / rows_total
-    var = tl.maximum(second / rows_total - mu * mu, 0.0)
+    var = tl.maximum(second / rows_total - mu * mu, 0.0, propagate_nan=tl.PropagateNan.ALL)
     tl.store(mean + cols, mu.to(tl.float32), mask=ok)
     tl.store(inverse_std + cols, 1.0 / tl.sqrt(var.to(tl.float32) + eps), mask=ok)
     if TRACK:
@@ -255,7 +255,7 @@ def _normalise_relu(
     inv = tl.load(inverse_std + cols, mask=col_ok, other=0.0)
     slope, level = _affine(scale, shift, mu, inv, cols, col_ok)
     value = _sweep(y, rows, cols, row_y8, rows_total, channels, True)
-    value = tl.maximum(slope[None, :] * value + level[None, :], 0.0)
+    value = tl.maximum(slope[None, :] * value + level[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL)
     _fill(out, value, rows, cols, row_out8, rows_total, channels)
 
 
@@ -471,8 +471,8 @@ def _copy(
 
 def row_stride(x: Tensor) -> int:
     """How far apart the pixels of an NHWC map lie in memory; 0 if it is not one, not even a slice of channels."""
-    n, channels, height, width = x.shape
-    step = next((x.stride(d) // behind for d, size, behind in _dims(x) if size > 1), channels)
+    channels = x.shape[1]
+    step = next((x.stride(d) // behind for d, size, behind in _dims(x) if size > 1), x.stride(3))
     fits = all(size == 1 or x.stride(d) == behind * step for d, size, behind in _dims(x))
     return step if fits and (channels == 1 or x.stride(1) == 1) else 0
 

@@ -67,6 +67,8 @@ class Join(nn.Module):
             tape.keep(self, both.detach())
             return both
         parts = [values_and_tangent(m) for m in maps]
+        if all(tangent is None for _, tangent in parts):
+            return dual(tape.next(self), None)
         moves = [torch.zeros_like(value) if tangent is None else tangent for value, tangent in parts]
         return dual(tape.next(self), joined(moves, self.kernels))
 
