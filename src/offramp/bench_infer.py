@@ -24,6 +24,7 @@ from offramp.console import progress
 from offramp.packing import SIZES, measure_packing, tuned_packing
 from offramp.policy import Policy
 from offramp.pool import Pool, Ticket
+from offramp.pretrained import bundle_folder
 from offramp.runs import CONFIG
 from offramp.runtime import Engine, Packing, Runtime, State
 from offramp.shares import exit_counts
@@ -112,7 +113,7 @@ def subject_of(source: str, kind: str | None = None, device: str = "auto") -> tu
     """A bundle, or a network by name with fresh params on the engine asked for (torch unless told otherwise)."""
     if (Path(source) / CONFIG).is_file():
         raise ValueError(f"{source} is a run or model folder; make a bundle of the run first: offramp export")
-    if (Path(source) / MANIFEST).is_file():
+    if (bundle_folder(source) / MANIFEST).is_file():
         bundle = load_bundle(source, device=device, own_process=True)
         whole = _whole_torch(bundle.engine) if bundle.format == "torch" else _all_stages(bundle.engine)
         if kind not in (None, bundle.format):

@@ -12,7 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -21,8 +21,12 @@ from offramp.files import read_json
 from offramp.images import Preprocessing, UnreadableImage, read_image, upright_rgb
 from offramp.packing import cached_packing
 from offramp.policy import Policies, Policy, check_budget, read_policies
+from offramp.pretrained import bundle_folder
 from offramp.result import ExitResult
 from offramp.runtime import Engine, Runtime
+
+if TYPE_CHECKING:
+    from offramp.models.exits import ExitNet
 
 SCHEMA = 1
 FORMATS = ("torch", "onnx")
@@ -162,9 +166,22 @@ def load_bundle(
 ) -> Bundle:
     """Check a bundle's manifest and load it; torch is needed only for torch bundles.
 
-    `own_process` says that this process runs no other ONNX models, so that all stages may share one set of threads.
+    `path` may be the name of a network that comes trained. `own_process` says that this process runs no other ONNX
+    models, so that all stages may share one set of threads.
     """
-    folder = Path(path)
+    folder = bundle_folder(path)
+    manifest, card, policies = checked(folder)
+    if manifest["format"] == "onnx":
+        engine = _onnx_engine(folder, card, policies, threads, own_process)
+    else:
+        engine = _torch_engine(folder, card, policies, device)
+    if engine.num_exits != len(card.costs):
+        raise ValueError(f"{folder} is damaged: the network has {engine.num_exits} exits, its costs {len(card.costs)}")
+    return Bundle(folder, manifest["format"], card, policies, engine, manifest_digest(manifest))
+
+
+def checked(folder: Path) -> tuple[dict[str, Any], ModelCard, Policies]:
+    """Manifest, card and policies of a bundle whose files are those that were exported."""
     manifest = _read_manifest(folder)
     _check_files(folder, manifest["files"])
     try:
@@ -175,13 +192,7 @@ def load_bundle(
     if policies.costs != card.costs:
         raise ValueError(f"the policy in {folder} is for another network: its costs are not the model's")
     _check_weights(folder, manifest, len(card.costs))
-    if manifest["format"] == "onnx":
-        engine = _onnx_engine(folder, card, policies, threads, own_process)
-    else:
-        engine = _torch_engine(folder, card, policies, device)
-    if engine.num_exits != len(card.costs):
-        raise ValueError(f"{folder} is damaged: the network has {engine.num_exits} exits, its costs {len(card.costs)}")
-    return Bundle(folder, manifest["format"], card, policies, engine, manifest_digest(manifest))
+    return manifest, card, policies
 
 
 def manifest_digest(manifest: dict[str, Any]) -> str:
@@ -249,13 +260,19 @@ def _torch_engine(folder: Path, card: ModelCard, policies: Policies, device: str
     from offramp.device import pick_device
     from offramp.engines.torch_engine import TorchEngine
     from offramp.models.fold import folded
-    from offramp.models.store import build, load_state, parse_spec, read_tensors
 
-    place = pick_device(device)
-    model = build(parse_spec(card.model, folder / MODEL)).set_schedule(card.schedule)
-    load_state(model, read_tensors(folder / WEIGHTS), folder / WEIGHTS)
+    place, model = pick_device(device), bundled_model(folder, card)
     graphs = place.type == "cuda"
     return TorchEngine(folded(model), policies.measure, policies.temperatures, place, graphs=graphs)
+
+
+def bundled_model(folder: Path, card: ModelCard) -> ExitNet:
+    """The network of a torch bundle, as it was trained."""
+    from offramp.models.store import build, load_state, parse_spec, read_tensors
+
+    model = build(parse_spec(card.model, folder / MODEL)).set_schedule(card.schedule)
+    load_state(model, read_tensors(folder / WEIGHTS), folder / WEIGHTS)
+    return model
 
 
 def read_golden(folder: Path) -> tuple[np.ndarray, np.ndarray]:

@@ -59,7 +59,7 @@ def bench_train_command(
 
 @bench.command("infer")
 def bench_infer_command(
-    source: Annotated[str, typer.Argument(help="A bundle folder, or a model's name (fresh params).")],
+    source: Annotated[str, typer.Argument(help="A bundle, or a model's name (fresh params).")],
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,64,256",
     q: Annotated[str, typer.Option(help="The shares of exits, by the paper's q.")] = "0.5,0.75",
     engine: Annotated[str | None, typer.Option(help="For a model: torch (as it is) or onnx.")] = None,

@@ -15,10 +15,11 @@ verbs = typer.Typer()
 
 @verbs.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="A run folder that was evaluated and calibrated.")],
+    run: Annotated[str, typer.Argument(help="A run that was evaluated and calibrated, a torch bundle, or a name.")],
     out: Annotated[Path, typer.Option(help="The bundle's folder; it must not be there yet.")],
     policy: Annotated[Path | None, typer.Option(help="A policy file; default: RUN/policy.json.")] = None,
     format: Annotated[str, typer.Option(help="torch, or onnx for boxes without torch.")] = "torch",
+    half: Annotated[bool, typer.Option(help="Round weights to bfloat16 and store them so: half the size.")] = False,
 ) -> None:
     """Write a bundle: the network, its policy and everything else that answering needs, verified.
 
@@ -26,14 +27,14 @@ def export(
     """
     from offramp.export import export_run
 
-    path = export_run(run, out, policy=policy, format=format)
+    path = export_run(run, out, policy=policy, format=format, half=half)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     say(f"bundle: {path} ({format}, {size:.1f} MB), equal to its golden outputs\nnext: offramp predict {path} IMAGES")
 
 
 @verbs.command("serve")
 def serve_command(
-    bundle: Annotated[Path, typer.Argument(help="A bundle folder.")],
+    bundle: Annotated[Path, typer.Argument(help="A bundle folder, or the name of a network that comes trained.")],
     host: Annotated[str, typer.Option(help="Address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes any that is free.")] = 8000,
     batch: Annotated[int, typer.Option(help="Images that a stage runs together at most.")] = 64,
@@ -90,7 +91,7 @@ def fit_command(
 
 @verbs.command("predict")
 def predict_command(
-    bundle: Annotated[Path, typer.Argument(help="A bundle folder.")],
+    bundle: Annotated[Path, typer.Argument(help="A bundle folder, or the name of a network that comes trained.")],
     images: Annotated[list[str], typer.Argument(help="Files, folders, globs, or - for a list on standard input.")],
     budget: Budget = None,
     q: Annotated[float | None, typer.Option(help="The bundle's policy nearest to this q.")] = None,

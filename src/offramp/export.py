@@ -5,6 +5,7 @@ Everything is written into a folder beside the wanted one, run against the golde
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import warnings
@@ -24,8 +25,11 @@ from offramp.bundle import (
     SCHEMA,
     WEIGHTS,
     ModelCard,
+    bundled_model,
+    checked,
     compare_golden,
     load_bundle,
+    read_golden,
     sha256,
     stage_file,
 )
@@ -39,12 +43,21 @@ from offramp.models.fold import folded
 from offramp.models.store import load_model, write_tensors
 from offramp.outputs import read_outputs, read_summary
 from offramp.policy import Policies, read_policies, write_policies
+from offramp.pretrained import bundle_folder
 
 GOLDEN_IMAGES = 8
 
 
-def export_run(run: str | Path, out: str | Path, *, policy: str | Path | None = None, format: str = "torch") -> Path:
-    """Write the bundle of an evaluated and calibrated run; a folder that exists is not overwritten."""
+def export_run(
+    run: str | Path, out: str | Path, *, policy: str | Path | None = None, format: str = "torch", half: bool = False
+) -> Path:
+    """Write the bundle of an evaluated and calibrated run; a folder that exists is not overwritten.
+
+    `run` may also be a torch bundle, or the name of a network that comes trained. `half` stores weights as bfloat16.
+    """
+    folder = bundle_folder(run)
+    if (folder / MANIFEST).is_file():
+        return _export_bundle(folder, Path(out), policy, format, half)
     run, out = Path(run), Path(out)
     path = run / "policy.json" if policy is None else Path(policy)
     if not path.is_file():
@@ -54,7 +67,18 @@ def export_run(run: str | Path, out: str | Path, *, policy: str | Path | None = 
         raise ValueError(f"{run} was evaluated by an older version; run: offramp eval {run}")
     model = load_model(run).set_schedule(policies.schedule)
     images = _golden_images(run, summary.preprocessing, model.input_shape)
-    return export_model(model, policies, summary.classes, summary.preprocessing, images, out, format)
+    return export_model(model, policies, summary.classes, summary.preprocessing, images, out, format, half)
+
+
+def _export_bundle(folder: Path, out: Path, policy: str | Path | None, format: str, half: bool) -> Path:
+    """A torch bundle as another one."""
+    manifest, card, policies = checked(folder)
+    if manifest["format"] != "torch":
+        raise ValueError(f"{folder} holds ONNX graphs, of which no other bundle can be made; export its run")
+    if policy is not None:
+        policies = read_policies(Path(policy))
+    model = bundled_model(folder, card).set_schedule(policies.schedule)
+    return export_model(model, policies, card.classes, card.preprocessing, read_golden(folder)[0], out, format, half)
 
 
 def export_model(
@@ -65,8 +89,13 @@ def export_model(
     images: np.ndarray,
     out: Path,
     format: str = "torch",
+    half: bool = False,
 ) -> Path:
-    """Write a bundle of any network that can be rebuilt; `images` (uint8 [n, 3, h, w]) become its golden inputs."""
+    """Write a bundle of any network that can be rebuilt; `images` (uint8 [n, 3, h, w]) become its golden inputs.
+
+    `half` rounds the weights to bfloat16 and stores them so: half the size, and the golden outputs are those of the
+    rounded network.
+    """
     if format not in FORMATS:
         raise ValueError(unknown("bundle format", format, FORMATS))
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
@@ -77,10 +106,12 @@ def export_model(
     if costs != policies.costs:
         raise ValueError("the policy is for another network: its costs are not this network's")
     card = ModelCard(model.spec.to_json(), policies.schedule, model.input_shape, classes, costs, preprocessing)
+    if half:
+        model = rounded(model)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
-        _write_files(part, model.eval(), policies, card, images, format)
+        _write_files(part, model.eval(), policies, card, images, format, half)
         bundle = load_bundle(part, device="cpu")
         compare_golden(bundle.engine, preprocessing.normalise(images), _reference(model, card, images), out)
         if out.is_dir():
@@ -92,19 +123,32 @@ def export_model(
 
 
 def _write_files(
-    part: Path, model: ExitNet, policies: Policies, card: ModelCard, images: np.ndarray, format: str
+    part: Path, model: ExitNet, policies: Policies, card: ModelCard, images: np.ndarray, format: str, half: bool
 ) -> None:
     write_json(part / MODEL, card.to_json())
     write_policies(part / POLICY, policies)
     with writing(part / GOLDEN) as file:
         np.savez(file, images=images, logits=_reference(model, card, images))
     if format == "torch":
-        write_tensors(part / WEIGHTS, model.state_dict())
+        tensors = model.state_dict()
+        if half:
+            tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
+        write_tensors(part / WEIGHTS, tensors)
     else:
         for k, graph in enumerate(onnx_stages(folded(model)), 1):
             write_bytes(part / stage_file(k), graph)
     files = {path.name: sha256(path) for path in sorted(part.iterdir())}
     write_json(part / MANIFEST, {"schema": SCHEMA, "offramp": __version__, "format": format, "files": files})
+
+
+def rounded(model: ExitNet) -> ExitNet:
+    """A copy whose params and statistics are what bfloat16 can hold."""
+    own = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in own.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.copy_(tensor.bfloat16())
+    return own
 
 
 def _reference(model: ExitNet, card: ModelCard, images: np.ndarray) -> np.ndarray:

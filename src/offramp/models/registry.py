@@ -17,6 +17,7 @@ from offramp.models.collaboration import CollaborativeNet
 from offramp.models.exits import ExitNet, ModelSpec
 from offramp.models.msdnet import msdnet
 from offramp.models.ranet import ranet
+from offramp.pretrained import bundle_folder, pretrained_names
 
 Builder = Callable[..., ExitNet]
 
@@ -54,12 +55,14 @@ def model_entry(name: str) -> ModelEntry:
     return _entries[name]
 
 
-def create_model(name: str, num_classes: int | None = None, **overrides: Any) -> ExitNet:
-    """Build a registered network with fresh params.
+def create_model(name: str, num_classes: int | None = None, *, pretrained: bool = False, **overrides: Any) -> ExitNet:
+    """Build a registered network with fresh params, or `pretrained` one that comes trained.
 
     `overrides` replace the entry's settings: for an MSDNet `blocks`, `growth`, `factors`, `scales`,
     `image_size` and more. `collaboration=True` puts IMTA's collaborating classifiers on any of ours.
     """
+    if pretrained:
+        return _trained(name, num_classes, overrides)
     entry = model_entry(name)
     classes = entry.num_classes if num_classes is None else num_classes
     if type(classes) is not int or classes < 2:
@@ -79,6 +82,17 @@ def create_model(name: str, num_classes: int | None = None, **overrides: Any) ->
         model, overrides = CollaborativeNet(model), {**overrides, "collaboration": True}
     model.spec = ModelSpec(name, classes, _as_json(overrides))
     return model
+
+
+def _trained(name: str, num_classes: int | None, overrides: dict[str, Any]) -> ExitNet:
+    from offramp.bundle import bundled_model, checked
+
+    if name not in pretrained_names():
+        raise ValueError(unknown("pretrained network", name, pretrained_names()))
+    if num_classes is not None or overrides:
+        raise ValueError(f"{name} is trained as it is; without pretrained=True it can be built in other ways")
+    folder = bundle_folder(name)
+    return bundled_model(folder, checked(folder)[1])
 
 
 def override_names(name: str) -> list[str] | None:
