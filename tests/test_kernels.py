@@ -79,6 +79,25 @@ def tangent_of(layer: ConvBNReLU, tape: Tape, x: Tensor) -> Tensor:
         return fwAD.unpack_dual(out).tangent.clone()
 
 
+@pytest.mark.parametrize("shape", SHAPES[:3])
+def test_half_precision_comes_as_near_as_plain_operations(shape: tuple[int, ...]) -> None:
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # which is all that the interpreter multiplies
+    plain, ours = layers(shape)
+    found = {}
+    for name, layer, half in (("exact", plain, False), ("plain", plain, True), ("ours", ours, True)):
+        tape, x = Tape(), maps(shape, False).requires_grad_()
+        with tape.recording(), torch.autocast(DEVICE.type, dtype, enabled=half):
+            out = layer(x)
+        towards = torch.arange(out.shape[-1], device=DEVICE) * torch.ones_like(out)
+        gradients = torch.autograd.grad(out, [x, *layer.parameters()], towards)
+        with torch.autocast(DEVICE.type, dtype, enabled=half):
+            found[name] = [out.detach(), *gradients, tangent_of(layer, tape, x)]
+        assert not half or out.dtype == dtype
+    for exact, own, theirs in zip(found["exact"], found["ours"], found["plain"], strict=True):
+        off = [float((each.double() - exact.double()).norm()) for each in (own, theirs)]
+        assert off[0] <= 1.5 * off[1] + 1e-4 * float(exact.norm())
+
+
 def test_an_input_that_does_not_move() -> None:
     """The first layer's: only the params move."""
     results = []
