@@ -57,7 +57,7 @@ def run_bundle(folder: Path) -> None:
     paths[0].parent.mkdir()
     for path, image in zip(paths, images, strict=False):
         Image.fromarray(image).save(path)
-    print_table(*result_table(predict(bundle, [str(path) for path in paths]).rows))
+    print_table(*result_table(predict(bundle, [str(path) for path in paths]).rows), whole=True)
     ready = bundle.prepare(images)
     assert isinstance(bundle.engine, TorchEngine)
     runtime, whole = bundle.runtime(), whole_network(bundle.engine)
