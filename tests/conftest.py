@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from PIL import Image
 
 from browser import CHROMIUM
+from offramp.cli import main
 from offramp.config import RunConfig, load_recipe, with_settings
 
 if not torch.cuda.is_available():
@@ -28,6 +30,14 @@ SMALL_RUN = (
     "train.batch=64",
     "train.save_seconds=0",
 )
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    """Run the command line in this process; the exit code."""
+    monkeypatch.setattr(sys, "argv", ["offramp", *map(str, words)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    return int(left.value.code or 0)
 
 
 @pytest.fixture

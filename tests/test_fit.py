@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from conftest import call
 from offramp import load_bundle
-from offramp.cli import main
 from offramp.config import load_recipe
 from offramp.fit import configuration
 
@@ -20,13 +19,6 @@ SMALL = (
     "train.epochs=2",
     "data.workers=0",
 )
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["offramp", *map(str, words)])
-    with pytest.raises(SystemExit) as left:
-        main()
-    return int(left.value.code or 0)
 
 
 def test_from_a_folder_to_a_bundle_and_again(

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from conftest import call
 from offramp import load_bundle, load_dataset
-from offramp.cli import main
 from offramp.packing import MeasuredPacking
 from offramp.predict import expand, predict
 from offramp.runtime import AlwaysPack
@@ -34,13 +34,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "a" / "broken.jpg").write_bytes(b"not an image")
     (root / "b" / "notes.txt").write_text("not looked at")
     return root
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["offramp", *map(str, words)])
-    with pytest.raises(SystemExit) as left:
-        main()
-    return int(left.value.code or 0)
 
 
 def test_paths_are_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from conftest import call
 from offramp import create_model, load_bundle, load_model
 from offramp.bundle import read_golden
-from offramp.cli import main
 from offramp.export import export_run
 from offramp.models.store import read_tensors
 from offramp.pretrained import pretrained_names
 
 pytest_plugins = ["bundles"]
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["offramp", *map(str, words)])
-    with pytest.raises(SystemExit) as left:
-        main()
-    return int(left.value.code or 0)
 
 
 @pytest.fixture
@@ -68,10 +60,13 @@ def test_verbs_know_its_name(
     assert "of which no other bundle can be made" in capsys.readouterr().err
 
 
-def test_mistakes_are_sentences(tiny: Path) -> None:
+def test_mistakes_are_sentences(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="pretrained network 'tiny' is unknown; did you mean 'tiny-digits'"):
         create_model("tiny", pretrained=True)
     with pytest.raises(ValueError, match="is trained as it is"):
         create_model("tiny-digits", num_classes=3, pretrained=True)
     with pytest.raises(ValueError, match="is not a bundle"):
         load_bundle("tiny")
+    monkeypatch.setattr("offramp.pretrained.FOLDER", tmp_path / "nothing")
+    with pytest.raises(ValueError, match="no network comes trained with this version"):
+        create_model("tiny-digits", pretrained=True)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from offramp.cli import main
+from conftest import call
 from offramp.results.claim import Difference, differences, verdict
 from offramp.results.page import write_page
 from offramp.results.store import read_stored, stored_runs
@@ -18,13 +17,6 @@ from saved import write_run
 
 BUDGETS = (2e6, 4e6)
 ABOUT = 'title = "Main"\ntext = "Digits."\nbudgets = [2, 4]\n'
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["offramp", *map(str, words)])
-    with pytest.raises(SystemExit) as left:
-        main()
-    return int(left.value.code or 0)
 
 
 @pytest.fixture

@@ -17,10 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import SMALL_RUN
+from conftest import SMALL_RUN, call
 from offramp import ExitNet, load_model, register_model
 from offramp.checkpoint import load_state
-from offramp.cli import main
 from offramp.config import RunConfig, load_recipe, with_settings
 from offramp.models.store import read_tensors
 from offramp.rates import cosine
@@ -305,10 +304,7 @@ def test_several_seeds_are_the_runs_they_would_be_alone(
         "train = {epochs = 2, batch = 64}\n"
     )
     words = ["train", str(recipe), "--out", str(tmp_path / "runs"), "--device", "cpu", "--seeds", "0,3,0"]
-    monkeypatch.setattr(sys, "argv", ["offramp", *words])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code in (0, None)
+    assert call(monkeypatch, *words) == 0
     shown = capsys.readouterr().out
     assert "trained: " + str(tmp_path / "runs/seed-3") in shown
     assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["seed-0", "seed-3"]
@@ -324,7 +320,7 @@ def test_runs_that_share_a_device_take_turns(tmp_path: Path, small_config: Confi
 
     device, world = torch.device("cpu"), World()
     configs = {f"seed-{seed}": small_config(f"seed={seed}", f"train.epochs={2 + seed}") for seed in (0, 1)}
-    runs = [training(c, tmp_path / name, device, world, [], False) for name, c in configs.items()]
+    runs = {name: training(c, tmp_path / name, device, world, [], False) for name, c in configs.items()}
     with progress("training", 0, silent=True) as bar:
         drive(runs, bar, device)
     for name, config in configs.items():
@@ -337,22 +333,29 @@ def test_a_signal_stops_all_runs_and_saves_each(tmp_path: Path, small_config: Co
     from offramp.world import World
 
     caught = [int(signal.SIGTERM)]
-    runs = [
-        training(small_config(f"seed={seed}"), tmp_path / str(seed), torch.device("cpu"), World(), caught, False)
+    runs = {
+        str(seed): training(
+            small_config(f"seed={seed}"), tmp_path / str(seed), torch.device("cpu"), World(), caught, False
+        )
         for seed in (0, 1)
-    ]
+    }
     with progress("training", 0, silent=True) as bar, pytest.raises(Stopped):
         drive(runs, bar, torch.device("cpu"))
     assert all((state := load_state(tmp_path / str(seed))) is not None and state.step == 1 for seed in (0, 1))
 
 
-def test_one_runs_trouble_is_not_the_others(tmp_path: Path, small_config: Config) -> None:
+def test_one_runs_trouble_is_not_the_others(
+    tmp_path: Path, small_config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
     from offramp.console import progress
     from offramp.train import drive, training
     from offramp.world import World
 
     configs = [small_config("train.learning_rate=1e25", "train.save_seconds=1000"), small_config("seed=1")]
-    runs = [training(c, tmp_path / str(at), torch.device("cpu"), World(), [], False) for at, c in enumerate(configs)]
-    with progress("training", 0, silent=True) as bar, pytest.raises(ValueError, match="not finite"):
-        drive(runs, bar, torch.device("cpu"))
+    device = torch.device("cpu")
+    runs = {str(at): training(c, tmp_path / str(at), device, World(), [], False) for at, c in enumerate(configs)}
+    with progress("training", 0) as bar, pytest.raises(ValueError, match="not finite"):
+        drive(runs, bar, device)
+    shown = capsys.readouterr().out
+    assert "0: the loss was not finite at step" in shown and "1: epoch   3/3" in shown
     assert not (tmp_path / "0/model.safetensors").exists() and (tmp_path / "1/model.safetensors").exists()

@@ -29,7 +29,6 @@ from offramp.console import progress
 from offramp.device import pick_device, training_dtype
 from offramp.floor import copied_bytes_per_s, floor_of
 from offramp.meta import ENGINES
-from offramp.models.fused import kernels
 from offramp.models.layers import use_kernels
 from offramp.models.registry import create_model, model_entry
 from offramp.objectives.weighting import LearnedWeighting, UniformWeighting
@@ -104,7 +103,7 @@ def new_step(row: str, way: str, name: str, batch: int, device: torch.device, pr
     """One loader batch of random images, trained on as the row says."""
     torch.manual_seed(0)
     model = create_model(name).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    use_kernels(model, way == "fast" and "double_backward" not in row and kernels() is not None)
+    use_kernels(model, way == "fast" and "double_backward" not in row)
     assert model.spec is not None
     images = torch.randn(batch, *model.input_shape, device=device)
     images = images.contiguous(memory_format=torch.channels_last)

@@ -27,7 +27,6 @@ from offramp.evaluate import accuracy
 from offramp.meta import Criterion
 from offramp.models import store
 from offramp.models.exits import ExitNet
-from offramp.models.fused import kernels
 from offramp.models.layers import use_kernels
 from offramp.objectives.weighting import LearnedWeighting, Weighting
 from offramp.rates import cosine, set_rate
@@ -78,59 +77,56 @@ class Event:
     now: str = "training"
 
 
-def fit(
-    config: RunConfig,
-    out: Path,
-    setup: Setup,
-    model: ExitNet,
-    module: nn.Module,
-    criterion: Criterion,
-    resume: bool,
-    final: bool = True,
-) -> Iterator[Event]:
-    """Train, one step per event. `model` is what is saved; `module` what is called: the model or a wrapper around it.
+@dataclass(frozen=True)
+class Phase:
+    """What is trained, and into which folder.
 
-    Not `final`: another phase follows, so a request to stop still counts after the last step.
+    `model` is what is saved; `module` what is called: the model or a wrapper around it. Not `final`: another phase
+    follows, so a request to stop still counts after the last step.
     """
-    setup.begin(out, config, resume)
-    loop = Loop(config, out, setup, model, module, criterion, resume)
+
+    config: RunConfig
+    out: Path
+    model: ExitNet
+    module: nn.Module
+    criterion: Criterion
+    resume: bool
+    final: bool = True
+
+
+def fit(phase: Phase, setup: Setup) -> Iterator[Event]:
+    """Train, one step per event."""
+    setup.begin(phase.out, phase.config, phase.resume)
+    loop = Loop(phase, setup)
     yield Event(total=loop.total, done=loop.step)
-    with MetricsLog(out, loop.step) if setup.writes else nullcontext() as metrics:
+    with MetricsLog(phase.out, loop.step) if setup.writes else nullcontext() as metrics:
         while loop.step < loop.total:
             last_half = loop.advance()
             line = loop.end_epoch(last_half, metrics) if loop.step % loop.steps_per_epoch == 0 else None
-            loop.save_where_due(final)
-            yield Event(images=config.train.batch, line=line, now=loop.now())
+            loop.save_where_due(phase.final)
+            yield Event(images=phase.config.train.batch, line=line, now=loop.now())
     if setup.writes:
-        store.write_tensors(out / store.WEIGHTS, model.state_dict())
+        store.write_tensors(phase.out / store.WEIGHTS, phase.model.state_dict())
     setup.world.wait()  # a second phase reads what the first process has just written
 
 
 class Loop:
     """Everything that a step needs, and how far the run has come."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        out: Path,
-        setup: Setup,
-        model: ExitNet,
-        module: nn.Module,
-        criterion: Criterion,
-        resume: bool,
-    ) -> None:
-        self.config, self.out, self.setup, self.model = config, out, setup, model
+    def __init__(self, phase: Phase, setup: Setup) -> None:
+        self.config, self.out, self.setup, self.model = phase.config, phase.out, setup, phase.model
+        config, model, module = phase.config, phase.model, phase.module
         place, world, batch = setup.device, setup.world, config.train.batch
         self.steps_per_epoch = setup.data.steps_per_epoch(batch)
         self.total = self.steps_per_epoch * config.train.epochs
         module.to(place, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         fast = config.train.fast and place.type == "cuda"
         twice = config.weighting.engine == "double_backward"  # our kernels know no second derivative
-        use_kernels(module, fast and not twice and kernels() is not None)
+        use_kernels(module, fast and not twice)
         self.optimizer = new_optimizer(model, config.train)
-        self.method = new_method(config, model.num_exits, criterion, place, world)
+        self.method = new_method(config, model.num_exits, phase.criterion, place, world)
         self.tally = Tally(model.num_exits, place)
-        self.step = restore(out, model, self.optimizer, self.method, self.tally) if resume else 0
+        self.step = restore(phase.out, model, self.optimizer, self.method, self.tally) if phase.resume else 0
         self.stepper = Stepper(module, self.optimizer, self.method, iterate, capture=fast)
         places = world.own_places(batch) if world.size > 1 else None
         self.stream = setup.data.stream(batch, config.seed, place, self.step, places)

@@ -146,7 +146,7 @@ def forward(model: nn.Module, method: Method, images: Tensor, labels: Tensor, ke
     states, tape = generator_states(images.device), Tape(keeps)
     with method.autocast(), tape.recording():
         outputs = model(images)
-    return Forward(images, labels, method.criterion(outputs, labels), states, outputs, tape)
+    return Forward(images, labels, method.criterion(outputs, labels), states, outputs, tape if keeps else None)
 
 
 def what_the_net_sees(method: Method, train: Forward) -> tuple[Tensor, Tensor]:

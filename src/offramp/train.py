@@ -16,7 +16,7 @@ from offramp.config import RunConfig
 from offramp.console import Bar, progress
 from offramp.data import load_dataset
 from offramp.device import pick_device
-from offramp.loop import Event, Setup, fit
+from offramp.loop import Event, Phase, Setup, fit
 from offramp.models.collaboration import CollaborativeNet
 from offramp.objectives.imta import OneForAll
 from offramp.objectives.losses import exit_losses
@@ -41,27 +41,33 @@ def train_runs(jobs: Sequence[Job], *, device: str = "auto", resume: bool = Fals
     with joined_world(place) as world, caught_signals() as caught:
         for group in together:
             with progress("training", 0, silent=world.rank > 0) as bar:
-                drive([training(config, out, place, world, caught, resume) for config, out in group], bar, place)
+                runs = {out.name: training(config, out, place, world, caught, resume) for config, out in group}
+                drive(runs, bar, place)
     return [out for _, out in jobs]
 
 
-def drive(runs: list[Iterator[Event]], bar: Bar, device: torch.device) -> None:
-    """One step of each run in turn until all are done; on a GPU each run has a stream of its own.
+def drive(runs: dict[str, Iterator[Event]], bar: Bar, device: torch.device) -> None:
+    """One step of each named run in turn until all are done; on a GPU each run has a stream of its own.
 
     Small kernels of one run fill the gaps of another. Each run computes what it would compute alone.
     """
-    lanes = [_lane(device) if len(runs) > 1 else nullcontext() for _ in runs]
-    active, failed = dict(enumerate(runs)), []
+    if len(runs) == 1:
+        for event in next(iter(runs.values())):
+            show(event, bar)
+        return
+    lanes = {name: _lane(device) for name in runs}
+    active, failed = dict(runs), []
     while active:
-        for number, run in list(active.items()):
+        for name, run in list(active.items()):
             try:
-                with lanes[number]:
-                    show(next(run), bar, f"{number + 1}: " if len(runs) > 1 else "")
+                with lanes[name]:
+                    show(next(run), bar, f"{name}: ")
             except StopIteration:
-                del active[number]
+                del active[name]
             except (Stopped, ValueError, RuntimeError) as error:  # one run's trouble is not the others'
+                bar.line(f"{name}: {error}")
                 failed.append(error)
-                del active[number]
+                del active[name]
     if failed:
         raise failed[0]
 
@@ -72,7 +78,7 @@ def _lane(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.stream(torch.cuda.Stream(device))
 
 
-def show(event: Event, bar: Bar, who: str) -> None:
+def show(event: Event, bar: Bar, who: str = "") -> None:
     """Move the bar on; a line per epoch stays above it."""
     if event.total:
         bar.extend(event.total, event.done)
@@ -94,13 +100,13 @@ def training(
     setup = Setup(data, place, world, caught)
     if not isinstance(model, CollaborativeNet):
         model.equilibrium = config.imta.equilibrium
-        yield from fit(config, out, setup, model, model, exit_losses, resume)
+        yield from fit(Phase(config, out, model, model, exit_losses, resume), setup)
         return
     setup.begin(out, config, resume)
     first = without_collaboration(config)
     alone = new_model(first)
     alone.equilibrium = config.imta.equilibrium
-    yield from fit(first, out / "phase1", setup, alone, alone, exit_losses, resume=True, final=False)
+    yield from fit(Phase(first, out / "phase1", alone, alone, exit_losses, resume=True, final=False), setup)
     module = on_top_of(out / "phase1", model)
     distilled = OneForAll(config.imta.temperature, config.imta.gamma)
-    yield from fit(config, out, setup, model, module, distilled, resume=True)
+    yield from fit(Phase(config, out, model, module, distilled, resume=True), setup)

@@ -98,7 +98,7 @@ class TorchEngine:
         if isinstance(verdict, Live):
             assert self.graphs is not None
             self.wait()
-            verdict = self.graphs.answer(verdict.count)
+            verdict = self.graphs.answer(len(verdict))
         host = verdict.cpu().numpy()
         return host[0].copy(), host[1].astype(np.int64)
 
@@ -182,10 +182,6 @@ class Live:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
-    def count(self) -> int:
-        return len(self.rows)
-
 
 class _Graphs:
     """Captured stages, made when a size is first needed, and the memory that they share.
@@ -224,14 +220,14 @@ class _Graphs:
             for slot, given in zip(self.room(k, state), state, strict=True):
                 slot[: len(given)].copy_(given)
             live = Live(k - 1, np.arange(len(live)), packed=True)
-        size = bucket(live.count)
+        size = bucket(len(live))
         if not live.packed:
-            self.going[: live.count] = torch.from_numpy(live.rows)
+            self.going[: len(live)] = torch.from_numpy(live.rows)
         key = (k, size, live.packed)
         if key not in self.captured:
             self.captured[key] = self._checked(partial(self._step, *key), size)
         self.captured[key].replay()
-        after = Live(k, np.arange(live.count), packed=True)
+        after = Live(k, np.arange(len(live)), packed=True)
         return after, (after,)
 
     def _checked(self, step: Callable[[], None], size: int) -> torch.cuda.CUDAGraph:

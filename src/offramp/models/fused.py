@@ -7,6 +7,7 @@ and the tangent. `plain` runs anywhere and in any precision; `fused` on GPUs.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -71,13 +72,16 @@ def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a.add_(b)
 
 
-def kernels() -> ModuleType | None:
-    """Our kernels, where Triton is installed."""
-    try:
-        from offramp.models import kernels
-    except ImportError:
-        return None
+def kernels() -> ModuleType:
+    """Our kernels; imported late, since Triton is not everywhere."""
+    from offramp.models import kernels
+
     return kernels
+
+
+def have_kernels() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
 
 
 def suits(conv: nn.Conv2d) -> bool:
@@ -109,7 +113,6 @@ class _Fused(torch.autograd.Function):
         bn: nn.BatchNorm2d,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         own = kernels()
-        assert own is not None
         height, width = ((side + stride - 1) // stride for side in x.shape[2:])
         y = own.new_map(rows, len(weight), height, width)
         sums = own.convolve(rows, weight, y, stride, sums=own.SQUARES)
@@ -124,7 +127,6 @@ class _Fused(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor | None, *_: Tensor) -> tuple[Tensor | None, ...]:
         own = kernels()
-        assert own is not None
         if gradient is None:  # nobody read the output
             return (None,) * 8
         rows, weight, y, *norm = ctx.saved_tensors
@@ -141,7 +143,6 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *maps: Tensor) -> Tensor:
         own = kernels()
-        assert own is not None
         ctx.channels = [m.shape[1] for m in maps]
         return own.join(maps)
 
@@ -157,7 +158,6 @@ def joined(maps: Sequence[Tensor], with_kernels: bool) -> Tensor:
 
 def fused_forward(x: Tensor, conv: nn.Conv2d, bn: nn.BatchNorm2d, running: Running) -> tuple[Tensor, Kept]:
     own = kernels()
-    assert own is not None
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         x = x.to(torch.get_autocast_dtype(kind))
@@ -169,7 +169,6 @@ def fused_forward(x: Tensor, conv: nn.Conv2d, bn: nn.BatchNorm2d, running: Runni
 def fused_tangent(kept: Kept, x_moves: Tensor | None, conv: nn.Conv2d, bn: nn.BatchNorm2d) -> Tensor | None:
     """As `plain_tangent`, for params that all move."""
     own = kernels()
-    assert own is not None
     (weight, weight_moves), (scale, scale_moves) = values_and_tangent(conv.weight), values_and_tangent(bn.weight)
     shift, shift_moves = values_and_tangent(bn.bias)
     if weight_moves is None or scale_moves is None or shift_moves is None:

@@ -11,7 +11,16 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from offramp.models.fused import fits, fused_forward, fused_tangent, joined, plain_forward, plain_tangent, suits
+from offramp.models.fused import (
+    fits,
+    fused_forward,
+    fused_tangent,
+    have_kernels,
+    joined,
+    plain_forward,
+    plain_tangent,
+    suits,
+)
 from offramp.models.tape import NO_TRACE, REPLAYING, current_tape, dual, values_and_tangent
 
 
@@ -45,7 +54,8 @@ class ConvBNReLU(nn.Sequential):
 
 
 def use_kernels(model: nn.Module, on: bool) -> None:
-    """Let the layers that can train with kernels of our own do so, or not."""
+    """Let the layers that can train with kernels of our own do so, where there are any; or not."""
+    on = on and have_kernels()
     for layer in model.modules():
         if isinstance(layer, ConvBNReLU):
             layer.kernels = on and suits(cast(nn.Conv2d, layer[0]))

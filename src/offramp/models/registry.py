@@ -87,6 +87,8 @@ def create_model(name: str, num_classes: int | None = None, *, pretrained: bool 
 def _trained(name: str, num_classes: int | None, overrides: dict[str, Any]) -> ExitNet:
     from offramp.bundle import bundled_model, checked
 
+    if not pretrained_names():
+        raise ValueError("no network comes trained with this version of offramp")
     if name not in pretrained_names():
         raise ValueError(unknown("pretrained network", name, pretrained_names()))
     if num_classes is not None or overrides:

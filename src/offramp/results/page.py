@@ -110,14 +110,17 @@ def _anytime(groups: Groups) -> str:
         rows.append([label(group), str(group[0].config.train.epochs), str(len(group)), *_filled(cells, exits)])
         paper = _paper(group)
         if paper:
-            rows.append([f"the paper's {method_label(group[0].config)}", "300", "", *_filled(paper, exits)])
+            rows.append([f"the paper's {method_label(group[0].config)}", *paper[:1], "", *_filled(paper[1:], exits)])
     return to_markdown(["every exit on all test images", "epochs", "seeds", *_numbers(exits)], rows)
 
 
 def _paper(group: Sequence[StoredRun]) -> list[str]:
-    recipe = group[0].config.recipe
-    top1 = load_recipe(recipe).paper_top1 if recipe in list_recipes() else None
-    return [f"{value:.2f}" for value in top1 or ()]
+    """What the paper reports for the recipe, its epochs first; nothing where it reports nothing."""
+    name = group[0].config.recipe
+    recipe = load_recipe(name) if name in list_recipes() else None
+    if recipe is None or recipe.paper_top1 is None:
+        return []
+    return [str(recipe.config.train.epochs), *(f"{value:.2f}" for value in recipe.paper_top1)]
 
 
 def _numbers(exits: int) -> list[str]:
@@ -145,20 +148,20 @@ def _paired(before: Sequence[StoredRun], after: Sequence[StoredRun], budgets: Se
     if not found:
         return ""
     table = to_markdown([f"{label(after)} minus baseline", *(d.what for d in found)], [["", *map(str, found)]])
-    return f"{table}\n{verdict(found)} {_price(before, after)}\n"
+    last = next(d for d in reversed(found) if d.what.startswith("exit"))
+    return f"{table}\n{verdict(found)} {_price(before, after, last.mean)}\n"
 
 
-def _price(before: Sequence[StoredRun], after: Sequence[StoredRun]) -> str:
-    """What learned weights cost beside the baseline."""
+def _price(before: Sequence[StoredRun], after: Sequence[StoredRun], gained: float) -> str:
+    """What the points gained at the last exit cost beside the baseline."""
     each = [_seconds_per_epoch(group) for group in (before, after)]
     if each[0] is None or each[1] is None:
         return ""
     epochs = after[0].config.train.epochs * each[1] / each[0]
-    gains = [100 * (b.metrics[-1].top1 - a.metrics[-1].top1) for a, b in zip(before, after, strict=False)]
     return (
         f"An epoch takes {each[0]:.1f} s and {each[1]:.1f} s ({after[0].device}): the learned run costs as much as "
-        f"{epochs:.0f} baseline epochs, {1000 * float(np.mean(gains)) / epochs:+.2f} points at the last exit for every "
-        "thousand of them."
+        f"{epochs:.0f} baseline epochs, {1000 * gained / epochs:+.2f} points at the last exit for every thousand of "
+        "them."
     )
 
 
@@ -195,7 +198,8 @@ def command(group: Sequence[StoredRun]) -> str:
     settings = "".join(f" --set {key}={_word(value)}" for key, value in sorted(first.changes.items()))
     seeds = ",".join(str(run.config.seed) for run in group)
     data = "" if first.config.data.name == "digits" else " --data-dir DATA"
-    return f"offramp train {first.config.recipe}{data} --out RUNS{settings} --seeds {seeds}"
+    recipe = first.config.recipe if first.config.recipe in list_recipes() else f"{first.config.recipe or 'RECIPE'}.toml"
+    return f"offramp train {recipe}{data} --out RUNS{settings} --seeds {seeds}"
 
 
 def _all_runs(sections: Sequence[Section]) -> str:

@@ -1,0 +1,54 @@
+"""Exits by plan, for timing: samples leave where they are told to, whatever their confidence; all else runs as ever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+
+from offramp.runtime import Engine, State
+
+
+class Planned:
+    """An engine whose samples leave where they are told to; the plan travels as the first part of the state."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.num_exits = engine, engine.num_exits
+        self.plan = np.zeros(0, np.int64)
+        self._now = self.plan
+
+    def active(self) -> AbstractContextManager[Any]:
+        return self.engine.active()
+
+    def begin(self, images: np.ndarray) -> State:
+        return (self.plan, *self.engine.begin(images))
+
+    def run(self, k: int, state: State) -> tuple[Any, State]:
+        self._now = state[0]
+        logits, after = self.engine.run(k, tuple(state[1:]))
+        return logits, (state[0], *after)
+
+    def judge(self, k: int, logits: Any) -> tuple[np.ndarray, np.ndarray]:
+        _, labels = self.engine.judge(k, logits)
+        return (self._now == k).astype(np.float32), labels
+
+    def gather(self, k: int, parts: Sequence[tuple[State, np.ndarray]]) -> State:
+        plan = np.concatenate([state[0][rows] for state, rows in parts])
+        return (plan, *self.engine.gather(k, [(tuple(state[1:]), rows) for state, rows in parts]))
+
+    def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
+        raise NotImplementedError
+
+    def keep(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
+        inner, kept = self.engine.keep(tuple(state[1:]), rows)
+        plan = state[0] if len(kept) and inner[0] is state[1] else state[0][rows]
+        return (plan, *inner), kept
+
+
+def plan_exits(samples: int, shares: Sequence[float], seed: int) -> np.ndarray:
+    """An exit per sample in the given shares, as exactly as whole samples allow, in random order."""
+    ends = np.round(np.cumsum(shares) * samples).astype(np.int64)
+    exits = np.searchsorted(ends, np.arange(samples), side="right") + 1
+    return np.random.default_rng(seed).permutation(np.minimum(exits, len(shares)))
