@@ -68,25 +68,37 @@ WAYS = {"graph": (True, False), "kernels": (False, True), "both": (True, True)}
 def test_the_fast_step_is_the_plain_one(
     small_config: Callable[..., RunConfig], way: str, settings: tuple[str, ...]
 ) -> None:
-    """In float32, six loader batches: the same losses, weights and params up to rounding."""
+    """In float32, three loader batches: nearer to the plain run than that is to one whose params began 1e-6 off."""
     config = small_config("weighting.name=learned", "model.num_classes=10", "train.precision=float32", *settings)
-    device, found = torch.device("cuda"), []
-    data = load_dataset("digits", train=512, calibration=0, test=10)
     with exact_float32():
-        for captures, own in ((False, False), WAYS[way]):
-            model = new_model(config).to(device, memory_format=torch.channels_last)
-            use_kernels(model, own)
-            optimizer = new_optimizer(model, config.train)
-            method = new_method(config, model.num_exits, exit_losses, device, World())
-            stepper, stream = Stepper(model, optimizer, method, capture=captures), data.stream(64, 0, device)
-            losses = []
-            for at in range(6):
-                set_rates(optimizer, method.weighting, 0.05, 1 - at / 10)
-                losses += [half.losses_BK.clone() for half in stepper(*next(stream), at)]
-            assert stepper.captures == captures
-            found.append([*losses, *model.state_dict().values(), *method.weighting.tensors().values()])
-    for fast, plain in zip(found[1], found[0], strict=True):
-        torch.testing.assert_close(fast, plain, rtol=1e-2, atol=1e-3)
+        plain = three_steps(config, (False, False))
+        nudged = three_steps(config, (False, False), nudge=1e-6)
+        fast = three_steps(config, WAYS[way])
+    off = [
+        [float((a - b).norm() / b.norm().clamp(min=1e-6)) for a, b in zip(x, plain, strict=True)]
+        for x in (fast, nudged)
+    ]
+    assert np.mean(off[0]) < np.mean(off[1]) and np.max(off[0]) < np.max(off[1])
+
+
+def three_steps(config: RunConfig, way: tuple[bool, bool], nudge: float = 0.0) -> list[torch.Tensor]:
+    """All losses, and what has become of params, buffers and weight net."""
+    captures, own = way
+    device = torch.device("cuda")
+    data = load_dataset("digits", train=512, calibration=0, test=10)
+    model = new_model(config).to(device, memory_format=torch.channels_last)
+    for param in model.parameters():
+        param.data *= 1 + nudge * torch.randn_like(param)
+    use_kernels(model, own)
+    optimizer = new_optimizer(model, config.train)
+    method = new_method(config, model.num_exits, exit_losses, device, World())
+    stepper, stream = Stepper(model, optimizer, method, capture=captures), data.stream(64, 0, device)
+    losses = []
+    for at in range(3):
+        set_rates(optimizer, method.weighting, 0.01, 1 - at / 10)
+        losses += [half.losses_BK.clone() for half in stepper(*next(stream), at)]
+    assert stepper.captures == captures
+    return [t.double() for t in (*losses, *model.state_dict().values(), *method.weighting.tensors().values())]
 
 
 def test_half_precision_kernels_stay_close() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
 from offramp import create_model
+from offramp.device import exact_float32
 from offramp.models.fused import suits
 from offramp.models.layers import ConvBNReLU, use_kernels
 from offramp.models.tape import Tape, no_trace
@@ -25,6 +27,12 @@ SHAPES = [  # channels in, out, side, kernel, stride
     (40, 70, 5, 3, 2),
     (5, 3, 4, 1, 2),
 ]
+
+
+@pytest.fixture(autouse=True)
+def plain_operations_in_full_precision() -> Iterator[None]:
+    with exact_float32():
+        yield
 
 
 def layers(shape: tuple[int, ...]) -> tuple[ConvBNReLU, ConvBNReLU]:

@@ -75,7 +75,7 @@ class TrainConfig:
     nesterov: bool = False
     clip_norm: float | None = _at_least(0, None)
     precision: str = _one_of("auto", "float32", "bfloat16")
-    fast: bool = False
+    fast: bool = True
     eval_every: int = _at_least(1, 1)
     save_seconds: float = _at_least(0, 60.0)
 

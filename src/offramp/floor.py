@@ -43,9 +43,9 @@ def _elements(model: ExitNet) -> tuple[float, float]:
     """Elements of all inputs and of all outputs of conv-BN-ReLU layers, per image."""
     found = [0.0, 0.0]
 
-    def count(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+    def count(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor | tuple[Tensor, Tensor]) -> None:
         found[0] += given[0].numel()
-        found[1] += out.numel()
+        found[1] += (out if isinstance(out, Tensor) else out[1]).numel()
 
     hooks = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, ConvBNReLU)]
     training, device = model.training, next(model.parameters()).device

@@ -6,7 +6,7 @@ nothing twice.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,10 @@ from offramp.models.tape import NO_TRACE, REPLAYING, current_tape, dual, values_
 
 
 class ConvBNReLU(nn.Sequential):
-    """Convolution (padding k//2), BatchNorm, ReLU; in training passes with `kernels` of our own, if asked for."""
+    """Convolution (padding k//2), BatchNorm, ReLU; in training passes with `kernels` of our own, if asked for.
+
+    `beside` gives the input again, before the output: to be read further on in place of the input.
+    """
 
     heeds_tape = True
     kernels = False
@@ -34,23 +37,27 @@ class ConvBNReLU(nn.Sequential):
         conv = nn.Conv2d(channels, out, kernel, stride, padding=kernel // 2, bias=bias)
         super().__init__(conv, nn.BatchNorm2d(out), nn.ReLU(inplace=True))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, beside: bool = False) -> Any:
+        x, out = self._both(x)
+        return (x, out) if beside else out
+
+    def _both(self, x: Tensor) -> tuple[Tensor, Tensor]:
         tape = current_tape()
         if tape is None or not (self.training and self[1].training):
-            return super().forward(x)
+            return x, super().forward(x)
         conv, bn = cast(nn.Conv2d, self[0]), cast(nn.BatchNorm2d, self[1])
         own = self.kernels and fits(x, conv)
         if tape.mode == REPLAYING:
             kept = tape.next(self)
             tangent = fused_tangent if own else plain_tangent
-            return dual(kept.out, tangent(kept, values_and_tangent(x)[1], conv, bn))
+            return x, dual(kept.out, tangent(kept, values_and_tangent(x)[1], conv, bn))
         running = None
         if tape.mode != NO_TRACE and bn.running_mean is not None and bn.running_var is not None:
             running = bn.running_mean, bn.running_var
             tape.count(cast(Tensor, bn.num_batches_tracked))
-        out, kept = (fused_forward if own else plain_forward)(x, conv, bn, running)
+        x, out, kept = (fused_forward if own else plain_forward)(x, conv, bn, running)
         tape.keep(self, kept)
-        return out
+        return x, out
 
 
 def use_kernels(model: nn.Module, on: bool) -> None:
@@ -90,6 +97,10 @@ class Unit(nn.Sequential):
         width = min(channels, factor * out)
         super().__init__(ConvBNReLU(channels, width, kernel=1), ConvBNReLU(width, out, stride=stride))
 
+    def forward(self, x: Tensor, beside: bool = False) -> Any:
+        x, narrow = self[0](x, beside=True)
+        return (x, self[1](narrow)) if beside else self[1](narrow)
+
 
 class DenseUnit(nn.Module):
     """cat[x, U(x)]: the input goes on beside what the unit adds."""
@@ -100,7 +111,7 @@ class DenseUnit(nn.Module):
         self.join = Join()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.join(x, self.unit(x))
+        return self.join(*self.unit(x, beside=True))
 
 
 class Head(nn.Module):

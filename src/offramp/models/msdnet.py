@@ -28,7 +28,8 @@ class TwoBranch(nn.Module):
         self.join = Join()
 
     def forward(self, x: Tensor, finer: Tensor) -> Tensor:
-        return self.join(x, self.down(finer), self.same(x))
+        x, same = self.same(x, beside=True)
+        return self.join(x, self.down(finer), same)
 
 
 class Halved(nn.Module):

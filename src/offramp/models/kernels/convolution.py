@@ -2,71 +2,74 @@
 
 One kernel does the first three. It sums up what BatchNorm needs on the way: partial sums per program, which are added
 up in a fixed order later, so that results repeat bit for bit. Taps are the filter's places, `inner` channels are summed
-over, `outer` ones come out; the depth is taps x inner channels, in eights.
+over, `outer` ones come out.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from offramp.models.kernels.maps import PROGRAMS, count_rows, power_of_two, row_stride, split
+from offramp.models.kernels.maps import (
+    MULTIPROCESSORS,
+    count_rows,
+    eights,
+    join,
+    kernel,
+    power_of_two,
+    row_stride,
+    split,
+)
 
+IN_EIGHTS = tl.constexpr(2)  # how a map to add lies in memory
 NO_SUMS, SQUARES, ALONG = 0, 1, 2  # what is summed up of a result: nothing; it and its squares; it, and along a map
 
 
 @triton.jit
-def _along_depth(k, inner8, SIZE: tl.constexpr, INNER8: tl.constexpr):
-    """Tap and channel of places along the depth: tap by tap, the channels of a tap in eights."""
-    if SIZE == 1:
-        return tl.where(k < inner8 * 8, 0, 1), k
-    tap = k // 8 // INNER8
-    return tap, (k // 8 - tap * INNER8) * 8 + k % 8
+def _places(rows, py, px, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, FOLD: tl.constexpr):
+    """Image, top and left of rows, which count every FOLD-th pixel down and right from (py, px)."""
+    high: tl.constexpr = (HEIGHT + FOLD - 1) // FOLD
+    wide: tl.constexpr = (WIDTH + FOLD - 1) // FOLD
+    return rows // (high * wide), rows // wide % high * FOLD + py, rows % wide * FOLD + px
 
 
 @triton.jit
-def _read(
-    x,
-    row_x8,
-    rows,
-    tap,
-    channel,
-    row_ok,
+def _under(
+    image,
+    top,
+    left,
+    ty,
+    tx,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
-    OUT_HEIGHT: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """What rows of the result read of the map x under each tap and channel, [rows, depth]; outside the map zeros."""
-    image = rows // (OUT_HEIGHT * OUT_WIDTH)
-    top = rows // OUT_WIDTH % OUT_HEIGHT
-    left = rows % OUT_WIDTH
+    """The pixel of the map read that lies under the tap (ty, tx), and whether there is one."""
     if TRANSPOSED:
-        down = top[:, None] + (SIZE // 2 - tap // SIZE)[None, :]
-        right = left[:, None] + (SIZE // 2 - tap % SIZE)[None, :]
-        ok = (down >= 0) & (right >= 0) & (down % STRIDE == 0) & (right % STRIDE == 0)
+        down = top + SIZE // 2 - ty
+        right = left + SIZE // 2 - tx
+        ok = (down >= 0) & (right >= 0)
         down = down // STRIDE
         right = right // STRIDE
         ok = ok & (down < HEIGHT) & (right < WIDTH)
     else:
-        down = top[:, None] * STRIDE + (tap // SIZE - SIZE // 2)[None, :]
-        right = left[:, None] * STRIDE + (tap % SIZE - SIZE // 2)[None, :]
-        ok = (down >= 0) & (down < HEIGHT) & (right >= 0) & (right < WIDTH)
-    ok = ok & row_ok[:, None] & (tap < SIZE * SIZE)[None, :]
-    pixel = (image[:, None] * HEIGHT + down) * WIDTH + right
-    return tl.load(x + pixel * (row_x8 * 8) + channel[None, :], mask=ok, other=0.0)
+        down = top * STRIDE + ty - SIZE // 2
+        right = left * STRIDE + tx - SIZE // 2
+        ok = (down >= 0) & (right >= 0) & (down < HEIGHT) & (right < WIDTH)
+    return (image * HEIGHT + down) * WIDTH + right, ok
 
 
 @triton.jit
-def _weights(w, w_outer, w_tap, w_inner, tap, channel, cols, inner, outer, TAPS: tl.constexpr):
-    """The filter under each tap and channel for columns of the result, [depth, columns]; beyond its channels zeros."""
-    ok = ((tap < TAPS) & (channel < inner))[:, None] & (cols < outer)[None, :]
-    return tl.load(w + (tap * w_tap + channel * w_inner)[:, None] + cols[None, :] * w_outer, mask=ok, other=0.0)
+def _taps(parity, SIZE: tl.constexpr, FOLD: tl.constexpr):
+    """Along one side: the first tap that a pixel of this parity is under, and how many are, FOLD apart."""
+    first = (parity + SIZE // 2) % FOLD
+    return first, (SIZE - first + FOLD - 1) // FOLD
 
 
 @triton.jit
@@ -75,31 +78,31 @@ def _add_product(
     x,
     w,
     row_x8,
-    w_outer,
-    w_tap,
-    w_inner,
-    rows,
-    row_ok,
+    row_w8,
+    pixel,
+    pixel_ok,
     tap,
     channel,
     cols,
     inner,
     outer,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUT_HEIGHT: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,
-    STRIDE: tl.constexpr,
+    TAPS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """Add to a tile of the result what some of the depth contributes."""
-    a = _read(x, row_x8, rows, tap, channel, row_ok, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, SIZE, STRIDE, TRANSPOSED)
-    b = _weights(w, w_outer, w_tap, w_inner, tap, channel, cols, inner, outer, SIZE * SIZE)
-    return tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
+    """Add to a tile of the result what some channels under one tap contribute."""
+    some = channel < (inner + 7) // 8 * 8
+    at = x + pixel[:, None] * (row_x8 * 8) + channel[None, :]
+    a = tl.load(at, mask=pixel_ok[:, None] & some[None, :], other=0.0)
+    if TRANSPOSED:
+        place = (channel * TAPS + tap)[:, None] * (row_w8 * 8) + cols[None, :]
+        ok = (channel < inner)[:, None] & (cols < row_w8 * 8)[None, :]
+    else:
+        place = (cols * TAPS + tap)[None, :] * (row_w8 * 8) + channel[:, None]
+        ok = some[:, None] & (cols < outer)[None, :]
+    return tl.dot(a, tl.load(w + place, mask=ok, other=0.0), acc, input_precision="ieee")
 
 
-@triton.jit
+@kernel
 def _conv(
     x,
     w,
@@ -109,37 +112,44 @@ def _conv(
     along,
     mean,
     inverse_std,
+    plus,
     sums,
-    rows_total,
-    tiles_each,
-    inner,
-    outer,
-    row_x8,
-    row_x28,
-    row_y8,
-    row_along8,
-    w_outer,
-    w_tap,
-    w_inner,
+    rows_total: int,
+    tiles_each: int,
+    inner: int,
+    outer: int,
+    row_x8: int,
+    row_x28: int,
+    row_w8: int,
+    row_y8: int,
+    row_along8: int,
+    row_plus: int,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     OUT_HEIGHT: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
-    INNER8: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     PAIR: tl.constexpr,
     SUMS: tl.constexpr,
+    PLUS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """y = x * w (+ x2 * w2): rows of y in tiles of BM, its channels in tiles of BN."""
-    program, column = tl.program_id(0), tl.program_id(1)
+    """y = x * w (+ x2 * w2) (+ a map, PLUS): rows of y in tiles of BM, its channels in tiles of BN.
+
+    Transposed, only pixels of one parity share a tile: they lie under the same taps, a quarter of them at stride 2.
+    """
+    FOLD: tl.constexpr = STRIDE if TRANSPOSED else 1
+    program, column, parity = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    py, px = parity // FOLD, parity % FOLD
+    first_y, count_y = _taps(py, SIZE, FOLD)
+    first_x, count_x = _taps(px, SIZE, FOLD)
     cols = column * BN + tl.arange(0, BN)
     col_ok = cols < outer
-    inner8 = (inner + 7) // 8
+    blocks = tl.cdiv(inner, BK)
     first = tl.zeros([BM, BN], tl.float32)
     second = tl.zeros([BM, BN], tl.float32)
     if SUMS == 2:
@@ -147,29 +157,37 @@ def _conv(
         inv = tl.load(inverse_std + cols, mask=col_ok, other=0.0)
     for tile in range(tiles_each):
         rows = (program * tiles_each + tile) * BM + tl.arange(0, BM)
-        row_ok = rows < rows_total
+        image, top, left = _places(rows, py, px, OUT_HEIGHT, OUT_WIDTH, FOLD)
+        row_ok = (rows < rows_total) & (top < OUT_HEIGHT) & (left < OUT_WIDTH)
         acc = tl.zeros([BM, BN], tl.float32)
-        for start in range(0, SIZE * SIZE * inner8 * 8, BK):
-            tap, channel = _along_depth(start + tl.arange(0, BK), inner8, SIZE, INNER8)
+        for step in range(count_y * count_x * blocks):
+            place = step // blocks
+            ty, tx = first_y + place // count_x * FOLD, first_x + place % count_x * FOLD
+            channel = (step - place * blocks) * BK + tl.arange(0, BK)
+            pixel, ok = _under(image, top, left, ty, tx, HEIGHT, WIDTH, SIZE, STRIDE, TRANSPOSED)
+            ok, tap = ok & row_ok, ty * SIZE + tx
             acc = _add_product(
-                acc, x, w, row_x8, w_outer, w_tap, w_inner, rows, row_ok, tap, channel, cols, inner, outer,
-                HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, SIZE, STRIDE, TRANSPOSED,
+                acc, x, w, row_x8, row_w8, pixel, ok, tap, channel, cols, inner, outer, SIZE * SIZE, TRANSPOSED
             )  # fmt: skip
             if PAIR:
                 acc = _add_product(
-                    acc, x2, w2, row_x28, w_outer, w_tap, w_inner, rows, row_ok, tap, channel, cols, inner, outer,
-                    HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, SIZE, STRIDE, TRANSPOSED,
+                    acc, x2, w2, row_x28, row_w8, pixel, ok, tap, channel, cols, inner, outer, SIZE * SIZE, TRANSPOSED
                 )  # fmt: skip
         here = row_ok[:, None] & (cols < row_y8 * 8)[None, :]  # what lies between rows is zero
+        own = (image * OUT_HEIGHT + top) * OUT_WIDTH + left
+        if PLUS:
+            step_plus = row_plus * 8 if PLUS == IN_EIGHTS else row_plus
+            at = plus + own[:, None] * step_plus + cols[None, :]
+            acc += tl.load(at, mask=row_ok[:, None] & col_ok[None, :], other=0.0).to(tl.float32)
         rounded = acc.to(y.dtype.element_ty)
-        tl.store(y + rows[:, None] * (row_y8 * 8) + cols[None, :], rounded, mask=here)
+        tl.store(y + own[:, None] * (row_y8 * 8) + cols[None, :], rounded, mask=here)
         if SUMS > 0:
             value = rounded.to(tl.float32)  # zero where there is no row
             first += value
             if SUMS == 1:
                 second += value * value
             else:
-                before = tl.load(along + rows[:, None] * (row_along8 * 8) + cols[None, :], mask=here, other=0.0)
+                before = tl.load(along + own[:, None] * (row_along8 * 8) + cols[None, :], mask=here, other=0.0)
                 second += value * ((before.to(tl.float32) - mu[None, :]) * inv[None, :])
     if SUMS > 0:
         at = sums + program * 2 * outer + cols
@@ -177,57 +195,108 @@ def _conv(
         tl.store(at + outer, tl.sum(second, axis=0), mask=col_ok)
 
 
-@triton.jit
+@kernel
 def _filter_gradient(
     x,
     gradient,
     parts,
-    rows_total,
-    tiles_each,
-    inner,
-    outer,
-    row_x8,
-    row_gradient8,
+    rows_total: int,
+    tiles_each: int,
+    inner: int,
+    outer: int,
+    row_x8: int,
+    row_gradient8: int,
     HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
     OUT_HEIGHT: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
-    INNER8: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Partial sums over rows of gradient (outer channels, BN at a time) x input under each tap (BK at a time)."""
+    """Partial sums over rows of gradient (outer channels, BN at a time) x input under one tap (BK at a time)."""
     program = tl.program_id(0)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
-    inner8 = (inner + 7) // 8
-    tap, channel = _along_depth(tl.program_id(2) * BK + tl.arange(0, BK), inner8, SIZE, INNER8)
+    blocks = tl.cdiv(inner, BK)
+    tap = tl.program_id(2) // blocks
+    channel = tl.program_id(2) % blocks * BK + tl.arange(0, BK)
     acc = tl.zeros([BN, BK], tl.float32)
     for tile in range(tiles_each):
         rows = (program * tiles_each + tile) * BM + tl.arange(0, BM)
         row_ok = rows < rows_total
-        b = _read(
-            x, row_x8, rows, tap, channel, row_ok, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, SIZE, STRIDE, False
-        )  # fmt: skip
+        image, top, left = _places(rows, 0, 0, OUT_HEIGHT, OUT_WIDTH, 1)
+        pixel, ok = _under(image, top, left, tap // SIZE, tap % SIZE, HEIGHT, WIDTH, SIZE, STRIDE, False)
+        some = channel < (inner + 7) // 8 * 8
+        at = x + pixel[:, None] * (row_x8 * 8) + channel[None, :]
+        b = tl.load(at, mask=(ok & row_ok)[:, None] & some[None, :], other=0.0)
         here = row_ok[:, None] & (cols < row_gradient8 * 8)[None, :]
         a = tl.load(gradient + rows[:, None] * (row_gradient8 * 8) + cols[None, :], mask=here, other=0.0)
         acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
     depth = SIZE * SIZE * inner
-    ok = (cols < outer)[:, None] & ((tap < SIZE * SIZE) & (channel < inner))[None, :]
+    ok = (cols < outer)[:, None] & (channel < inner)[None, :]
     at = parts + program * outer * depth + cols[:, None] * depth + (tap * inner + channel)[None, :]
     tl.store(at, acc, mask=ok)
 
 
-def _constant(inner: int, size: int) -> int:
-    """Eights of channels where a kernel must know them: under several taps; else 0, so that one serves all."""
-    return triton.cdiv(inner, 8) if size > 1 else 0
+@kernel
+def _total(parts, total, count: int, elements: int, BP: tl.constexpr, BC: tl.constexpr):
+    """The sum of so many parts, in a fixed order."""
+    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    acc = tl.zeros([BP, BC], tl.float32)
+    for start in range(0, count, BP):
+        rows = start + tl.arange(0, BP)
+        ok = (rows < count)[:, None] & (cols < elements)[None, :]
+        acc += tl.load(parts + rows[:, None] * elements + cols[None, :], mask=ok, other=0.0)
+    tl.store(total + cols, tl.sum(acc, axis=0), mask=cols < elements)
 
 
-def _tall(rows: int) -> int:
-    """Rows of a tile: fewer where tall ones would leave multiprocessors idle."""
-    return 128 if rows >= 128 * PROGRAMS // 2 else 64
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel is cut up: rows, columns and depth of a tile, warps, loads under way, programs for all tiles."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    programs: int
+
+    def constants(self) -> dict[str, int]:
+        shape = {"BM": self.rows, "BN": self.columns, "BK": self.depth}
+        return shape | {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def conv_tiles(inner: int, outer: int, size: int, pair: bool) -> Tiles:
+    """What was fastest for `_conv` on an H200 over the layers of MSDNet."""
+    columns = power_of_two(outer, 16, 64)
+    if columns < 64:
+        deep = size > 1 and (columns == 32 or inner > 32)
+        programs = (4 if columns == 16 else 2) * MULTIPROCESSORS
+        return Tiles(128, columns, power_of_two(inner, 16, 32), 4, 3 if deep else 1, programs)
+    if size > 1:
+        return Tiles(64, columns, power_of_two(inner, 16, 64), 4, 3, 2 * MULTIPROCESSORS)
+    if pair and outer > 64:
+        return Tiles(64, columns, power_of_two(inner, 16, 32), 4, 3, 2 * MULTIPROCESSORS)
+    return Tiles(128, columns, power_of_two(inner, 16, 32 if pair else 64), 4, 1, 2 * MULTIPROCESSORS)
+
+
+def transposed_tiles(inner: int, outer: int, size: int) -> Tiles:
+    """The same for `_conv` when it is transposed."""
+    columns = power_of_two(outer, 16, 64)
+    if size > 1:
+        return Tiles(128, columns, power_of_two(inner, 16, 64), 4, 3 if columns == 64 else 1, 8 * MULTIPROCESSORS)
+    depth, stages = (32, 3) if inner > 64 else (power_of_two(inner, 16, 64), 1)
+    return Tiles(128, columns, depth, 4, stages, 8 * MULTIPROCESSORS)
+
+
+def filter_tiles(inner: int, outer: int, size: int) -> Tiles:
+    """The same for `_filter_gradient`."""
+    columns, depth = power_of_two(outer, 16, 128), power_of_two(inner, 16, 64)
+    if columns >= 64:
+        return Tiles(64, columns, depth, 4, 3, 2 * MULTIPROCESSORS)
+    return Tiles(128, columns, depth, 4, 1, (4 if size == 1 else 8) * MULTIPROCESSORS)
 
 
 def convolve(
@@ -240,45 +309,58 @@ def convolve(
     transposed: bool = False,
     sums: int = NO_SUMS,
     along: tuple[Tensor, Tensor, Tensor] | None = None,
+    plus: Tensor | None = None,
 ) -> Tensor | None:
     """Write x * weight (+ the same of `pair`) to y; give partial sums [programs, 2, channels] if asked for.
 
+    Filters are maps too, in x's precision (`as_filter`).
+
     Transposed: x is the gradient of a convolution's output, y becomes that of its input. `along`: a map with mean and
-    inverse deviation, for sums with that map normalised.
+    inverse deviation, for sums with that map normalised. `plus`: a map to add.
     """
     out_channels, in_channels, size, _ = weight.shape
-    rows, outer = count_rows(y), y.shape[1]
-    inner = out_channels if transposed else in_channels
-    bm, bn, bk = _tall(rows), power_of_two(outer, 16, 64), power_of_two(size * size * triton.cdiv(inner, 8) * 8, 16, 64)
-    columns = triton.cdiv(outer, bn)
-    programs, tiles = split(rows, bm, columns)
+    inner, outer = (out_channels, in_channels) if transposed else (in_channels, out_channels)
+    fold = stride if transposed else 1
+    rows = len(y) * triton.cdiv(y.shape[2], fold) * triton.cdiv(y.shape[3], fold)
+    shape = inner, outer, size
+    tiles = transposed_tiles(*shape) if transposed else conv_tiles(*shape, pair is not None)
+    columns = triton.cdiv(outer, tiles.columns)
+    programs, each = split(rows, tiles.rows, columns * fold * fold, tiles.programs)
     partial = torch.empty(programs, 2, outer, device=y.device) if sums else None
-    depth = size * size * in_channels
-    w_outer, w_inner = (1, depth) if transposed else (depth, 1)
     other, weight2 = pair or (x, weight)
     seen, mean, inverse_std = along or (y, y, y)
-    _conv[(programs, columns)](
-        x, weight, other, weight2, y, seen, mean, inverse_std, y if partial is None else partial,
-        rows, tiles, inner, outer, *(row_stride(m) // 8 for m in (x, other, y, seen)), w_outer, in_channels, w_inner,
+    row_plus, plus_eights = (0, False) if plus is None else eights(plus)
+    _conv[(programs, columns, fold * fold)](
+        x, weight, other, weight2, y, seen, mean, inverse_std, y if plus is None else plus,
+        y if partial is None else partial,
+        rows, each, inner, outer, *(row_stride(m) // 8 for m in (x, other, weight, y, seen)), row_plus,
         HEIGHT=x.shape[2], WIDTH=x.shape[3], OUT_HEIGHT=y.shape[2], OUT_WIDTH=y.shape[3], SIZE=size, STRIDE=stride,
-        INNER8=_constant(inner, size), TRANSPOSED=transposed, PAIR=pair is not None, SUMS=sums, BM=bm, BN=bn, BK=bk,
-        num_warps=4 if bn == 16 else 8, num_stages=1,
+        TRANSPOSED=transposed, PAIR=pair is not None, SUMS=sums,
+        PLUS=0 if plus is None else 1 + plus_eights, **tiles.constants(),
     )  # fmt: skip
     return partial
+
+
+def as_filter(weight: Tensor, like: Tensor) -> Tensor:
+    """A filter laid out as a map, in the precision of the maps it meets."""
+    return join([weight.contiguous(memory_format=torch.channels_last)], like.dtype)
 
 
 def filter_gradient(x: Tensor, gradient: Tensor, weight: Tensor, stride: int) -> Tensor:
     """The gradient of the filter, float32, laid out as the filter is."""
     out_channels, in_channels, size, _ = weight.shape
-    rows, depth8 = count_rows(gradient), size * size * triton.cdiv(in_channels, 8) * 8
-    bm, bn, bk = _tall(rows), power_of_two(out_channels, 16, 64), power_of_two(depth8, 16, 64)
-    columns, blocks = triton.cdiv(out_channels, bn), triton.cdiv(depth8, bk)
-    programs, tiles = split(rows, bm, columns * blocks)
+    rows = count_rows(gradient)
+    tiles = filter_tiles(in_channels, out_channels, size)
+    columns, blocks = triton.cdiv(out_channels, tiles.columns), size * size * triton.cdiv(in_channels, tiles.depth)
+    programs, each = split(rows, tiles.rows, columns * blocks, tiles.programs)
     parts = torch.empty(programs, out_channels, size, size, in_channels, device=x.device)
     _filter_gradient[(programs, columns, blocks)](
-        x, gradient, parts, rows, tiles, in_channels, out_channels, row_stride(x) // 8, row_stride(gradient) // 8,
+        x, gradient, parts, rows, each, in_channels, out_channels, row_stride(x) // 8, row_stride(gradient) // 8,
         HEIGHT=x.shape[2], WIDTH=x.shape[3], OUT_HEIGHT=gradient.shape[2], OUT_WIDTH=gradient.shape[3],
-        SIZE=size, STRIDE=stride, INNER8=_constant(in_channels, size), BM=bm, BN=bn, BK=bk,
-        num_warps=4 if bn == 16 else 8, num_stages=2,
+        SIZE=size, STRIDE=stride, **tiles.constants(),
     )  # fmt: skip
-    return parts.sum(0).permute(0, 3, 1, 2)
+    total = torch.empty_like(parts[0])
+    tall = power_of_two(programs, 8, 128)
+    wide = 4096 // tall
+    _total[(triton.cdiv(total.numel(), wide),)](parts, total, programs, total.numel(), BP=tall, BC=wide)
+    return total.permute(0, 3, 1, 2)

@@ -6,15 +6,21 @@ them too. A tile is some rows and some columns (channels) of a map.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-PROGRAMS = 1056  # eight for each multiprocessor of an H200
-SWEEP = 4096  # elements that one program of a sweep takes at a time
+MULTIPROCESSORS = 132  # of an H200; other GPUs only wait a little longer for the last programs
+SWEEP = 2048  # elements that one program of a sweep takes at a time
+
+
+def kernel(run: Callable[..., None]) -> Any:
+    """A kernel that is compiled once for each set of its constants: numbers (`int`) do not make another of it."""
+    return triton.jit(run, do_not_specialize=[name for name, kind in run.__annotations__.items() if kind == "int"])
 
 
 @triton.jit
@@ -36,15 +42,15 @@ def write_tile(x, value, rows, cols, row_x8, rows_total, channels):
     tl.store(x + rows[:, None] * (row_x8 * 8) + cols[None, :], value.to(x.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@kernel
 def _copy(
     source,
     target,
-    rows_total,
-    channels,
-    row_source,
-    row_target8,
-    limit,
+    rows_total: int,
+    channels: int,
+    row_source: int,
+    row_target8: int,
+    limit: int,
     EIGHTS: tl.constexpr,
     TO_EIGHTS: tl.constexpr,
     BR: tl.constexpr,
@@ -94,17 +100,17 @@ def eights(x: Tensor) -> tuple[int, bool]:
     return (row // 8, True) if fits else (row, False)
 
 
-def new_map(like: Tensor, channels: int, height: int, width: int) -> Tensor:
+def new_map(like: Tensor, channels: int, height: int, width: int, dtype: torch.dtype | None = None) -> Tensor:
     """Room for a map; kernels fill the up to seven channels between its rows with zeros."""
     room = triton.cdiv(channels, 8) * 8
-    rows = torch.empty(len(like), height, width, room, dtype=like.dtype, device=like.device)
+    rows = torch.empty(len(like), height, width, room, dtype=dtype or like.dtype, device=like.device)
     return rows.permute(0, 3, 1, 2)[:, :channels]
 
 
-def join(maps: Sequence[Tensor]) -> Tensor:
+def join(maps: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
     """Maps of one size side by side. Each is written after the one before it, over the zeros behind that."""
     channels = [m.shape[1] for m in maps]
-    joined = new_map(maps[0], sum(channels), *maps[0].shape[2:])
+    joined = new_map(maps[0], sum(channels), maps[0].shape[2], maps[0].shape[3], dtype)
     rows, room, first = count_rows(joined), row_stride(joined), 0
     for own, count in zip(map(as_rows, maps), channels, strict=True):
         limit = room - first if first + count == sum(channels) else count
@@ -129,8 +135,8 @@ def power_of_two(number: int, least: int, most: int) -> int:
     return min(most, max(least, triton.next_power_of_2(number)))
 
 
-def split(rows: int, tile: int, blocks: int) -> tuple[int, int]:
-    """How many programs share the rows, and how many tiles each takes."""
+def split(rows: int, tile: int, blocks: int, most: int) -> tuple[int, int]:
+    """How many programs share the rows, with about `most` over all blocks, and how many tiles each takes."""
     tiles = triton.cdiv(rows, tile)
-    each = triton.cdiv(tiles, max(1, PROGRAMS // blocks))
+    each = triton.cdiv(tiles, max(1, most // blocks))
     return triton.cdiv(tiles, each), each

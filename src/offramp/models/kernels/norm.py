@@ -12,9 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from offramp.models.kernels.maps import (
+    MULTIPROCESSORS,
     SWEEP,
     count_rows,
     eights,
+    kernel,
     new_map,
     power_of_two,
     read_tile,
@@ -41,11 +43,11 @@ def _sum_up(sums, programs, channels, column, BP: tl.constexpr, BC: tl.constexpr
     return first, second
 
 
-@triton.jit
+@kernel
 def _statistics(
     sums,
-    programs,
-    channels,
+    programs: int,
+    channels: int,
     rows_total,
     eps,
     momentum,
@@ -81,7 +83,7 @@ def _affine(scale, shift, mu, inv, cols, ok):
     return slope, tl.load(shift + cols, mask=ok, other=0.0) - slope * mu
 
 
-@triton.jit
+@kernel
 def _normalise_relu(
     y,
     out,
@@ -89,10 +91,10 @@ def _normalise_relu(
     shift,
     mean,
     inverse_std,
-    rows_total,
-    channels,
-    row_y8,
-    row_out8,
+    rows_total: int,
+    channels: int,
+    row_y8: int,
+    row_out8: int,
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
@@ -108,7 +110,7 @@ def _normalise_relu(
     write_tile(out, value, rows, cols, row_out8, rows_total, channels)
 
 
-@triton.jit
+@kernel
 def _gradient_sums(
     gradient,
     y,
@@ -117,11 +119,11 @@ def _gradient_sums(
     mean,
     inverse_std,
     sums,
-    rows_total,
-    tiles_each,
-    channels,
-    row_gradient,
-    row_y8,
+    rows_total: int,
+    tiles_each: int,
+    channels: int,
+    row_gradient: int,
+    row_y8: int,
     EIGHTS: tl.constexpr,
     BR: tl.constexpr,
     BC: tl.constexpr,
@@ -147,11 +149,11 @@ def _gradient_sums(
     tl.store(at + channels, tl.sum(second, axis=0), mask=col_ok)
 
 
-@triton.jit
+@kernel
 def _plan(
     sums,
-    programs,
-    channels,
+    programs: int,
+    channels: int,
     rows_total,
     scale,
     mean,
@@ -188,7 +190,7 @@ def _plan(
     tl.store(plan + 2 * channels + cols, level - along * inv * mu, mask=ok)
 
 
-@triton.jit
+@kernel
 def _planned(
     moving,
     y,
@@ -198,11 +200,11 @@ def _planned(
     shift,
     mean,
     inverse_std,
-    rows_total,
-    channels,
-    row_moving,
-    row_y8,
-    row_result8,
+    rows_total: int,
+    channels: int,
+    row_moving: int,
+    row_y8: int,
+    row_result8: int,
     EIGHTS: tl.constexpr,
     TANGENT: tl.constexpr,
     BR: tl.constexpr,
@@ -240,9 +242,9 @@ def normalise_relu(
     """BatchNorm's mean and inverse deviation, and ReLU of what it makes of y; running statistics move if given."""
     rows, channels, block, blocks, tile = _tiling(y)
     mean, inverse_std = torch.empty(2, channels, device=y.device)
-    _statistics[(blocks,)](
+    _statistics[(triton.cdiv(channels, 8),)](
         sums, len(sums), channels, float(rows), eps, momentum, mean, inverse_std, *(running or (mean, mean)),
-        TRACK=running is not None, BP=128, BC=block,
+        TRACK=running is not None, BP=512, BC=8, num_warps=8,
     )  # fmt: skip
     out = new_map(y, *y.shape[1:])
     _normalise_relu[(triton.cdiv(rows, tile), blocks)](
@@ -255,7 +257,7 @@ def normalise_relu(
 def gradient_before_relu(gradient: Tensor, y: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of y, of BatchNorm's scale and of its shift."""
     rows, channels, block, blocks, tile = _tiling(y)
-    programs, tiles = split(rows, tile, blocks)
+    programs, tiles = split(rows, tile, blocks, 4 * MULTIPROCESSORS)
     sums = torch.empty(programs, 2, channels, device=y.device)
     row, in_eights = eights(gradient)
     _gradient_sums[(programs, blocks)](
@@ -279,9 +281,9 @@ def _through(
     rows, channels, block, blocks, tile = _tiling(y)
     scale, _, mean, inverse_std = norm
     plan, result = torch.empty(3, channels, device=y.device), new_map(y, *y.shape[1:])
-    _plan[(blocks,)](
+    _plan[(triton.cdiv(channels, 8),)](
         sums, len(sums), channels, float(rows), scale, mean, inverse_std, of_scale, of_shift, plan,
-        TANGENT=tangent, BP=128, BC=block,
+        TANGENT=tangent, BP=512, BC=8, num_warps=8,
     )  # fmt: skip
     row, in_eights = eights(moving)
     _planned[(triton.cdiv(rows, tile), blocks)](
