@@ -26,6 +26,7 @@ SHAPES = [  # channels in, out, side, kernel, stride
     (7, 20, 8, 3, 2),
     (40, 70, 5, 3, 2),
     (5, 3, 4, 1, 2),
+    (12, 6, 6, 3, 1),
 ]
 
 

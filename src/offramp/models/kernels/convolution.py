@@ -50,7 +50,8 @@ def _under(
     STRIDE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """The pixel of the map read that lies under the tap (ty, tx), and whether there is one."""
+    """The pixel of the map read that lies under the tap (ty, tx), and whether there is one; [rows, taps]."""
+    image, top, left = image[:, None], top[:, None], left[:, None]
     if TRANSPOSED:
         down = top + SIZE // 2 - ty
         right = left + SIZE // 2 - tx
@@ -73,6 +74,24 @@ def _taps(parity, SIZE: tl.constexpr, FOLD: tl.constexpr):
 
 
 @triton.jit
+def _depth(step, first_x, count_x, inner, FOLD: tl.constexpr, ROOM: tl.constexpr, BK: tl.constexpr):
+    """What of the depth a step takes: how many rows of taps before it, its tap across, channels, which of them count.
+
+    ROOM: all taps of a row together, with so many channels each; else one tap, BK channels at a time.
+    """
+    inner8 = (inner + 7) // 8 * 8
+    k = tl.arange(0, BK)
+    if ROOM:
+        channel = k % ROOM
+        return step, first_x + k // ROOM * FOLD, channel, (channel < inner8) & (k // ROOM < count_x)
+    else:
+        blocks = tl.cdiv(inner, BK)
+        place = step // blocks
+        channel = (step - place * blocks) * BK + k
+        return place // count_x, first_x + place % count_x * FOLD, channel, channel < inner8
+
+
+@triton.jit
 def _add_product(
     acc,
     x,
@@ -83,22 +102,21 @@ def _add_product(
     pixel_ok,
     tap,
     channel,
+    deep_ok,
     cols,
     inner,
     outer,
     TAPS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """Add to a tile of the result what some channels under one tap contribute."""
-    some = channel < (inner + 7) // 8 * 8
-    at = x + pixel[:, None] * (row_x8 * 8) + channel[None, :]
-    a = tl.load(at, mask=pixel_ok[:, None] & some[None, :], other=0.0)
+    """Add to a tile of the result what some of the depth contributes: channels under one tap, or under several."""
+    a = tl.load(x + pixel * (row_x8 * 8) + channel[None, :], mask=pixel_ok & deep_ok[None, :], other=0.0)
     if TRANSPOSED:
         place = (channel * TAPS + tap)[:, None] * (row_w8 * 8) + cols[None, :]
-        ok = (channel < inner)[:, None] & (cols < row_w8 * 8)[None, :]
+        ok = (deep_ok & (channel < inner))[:, None] & (cols < row_w8 * 8)[None, :]
     else:
-        place = (cols * TAPS + tap)[None, :] * (row_w8 * 8) + channel[:, None]
-        ok = some[:, None] & (cols < outer)[None, :]
+        place = (tap * (row_w8 * 8) + channel)[:, None] + (cols * TAPS * (row_w8 * 8))[None, :]
+        ok = deep_ok[:, None] & (cols < outer)[None, :]
     return tl.dot(a, tl.load(w + place, mask=ok, other=0.0), acc, input_precision="ieee")
 
 
@@ -134,6 +152,7 @@ def _conv(
     PAIR: tl.constexpr,
     SUMS: tl.constexpr,
     PLUS: tl.constexpr,
+    ROOM: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -149,7 +168,7 @@ def _conv(
     first_x, count_x = _taps(px, SIZE, FOLD)
     cols = column * BN + tl.arange(0, BN)
     col_ok = cols < outer
-    blocks = tl.cdiv(inner, BK)
+    steps = count_y if ROOM else count_y * count_x * tl.cdiv(inner, BK)
     first = tl.zeros([BM, BN], tl.float32)
     second = tl.zeros([BM, BN], tl.float32)
     if SUMS == 2:
@@ -160,18 +179,18 @@ def _conv(
         image, top, left = _places(rows, py, px, OUT_HEIGHT, OUT_WIDTH, FOLD)
         row_ok = (rows < rows_total) & (top < OUT_HEIGHT) & (left < OUT_WIDTH)
         acc = tl.zeros([BM, BN], tl.float32)
-        for step in range(count_y * count_x * blocks):
-            place = step // blocks
-            ty, tx = first_y + place // count_x * FOLD, first_x + place % count_x * FOLD
-            channel = (step - place * blocks) * BK + tl.arange(0, BK)
+        for step in range(steps):
+            down, tx, channel, deep_ok = _depth(step, first_x, count_x, inner, FOLD, ROOM, BK)
+            ty = first_y + down * FOLD
             pixel, ok = _under(image, top, left, ty, tx, HEIGHT, WIDTH, SIZE, STRIDE, TRANSPOSED)
-            ok, tap = ok & row_ok, ty * SIZE + tx
+            ok, tap = ok & row_ok[:, None], ty * SIZE + tx
             acc = _add_product(
-                acc, x, w, row_x8, row_w8, pixel, ok, tap, channel, cols, inner, outer, SIZE * SIZE, TRANSPOSED
+                acc, x, w, row_x8, row_w8, pixel, ok, tap, channel, deep_ok, cols, inner, outer, SIZE * SIZE, TRANSPOSED
             )  # fmt: skip
             if PAIR:
                 acc = _add_product(
-                    acc, x2, w2, row_x28, row_w8, pixel, ok, tap, channel, cols, inner, outer, SIZE * SIZE, TRANSPOSED
+                    acc, x2, w2, row_x28, row_w8, pixel, ok, tap, channel, deep_ok, cols, inner, outer, SIZE * SIZE,
+                    TRANSPOSED,
                 )  # fmt: skip
         here = row_ok[:, None] & (cols < row_y8 * 8)[None, :]  # what lies between rows is zero
         own = (image * OUT_HEIGHT + top) * OUT_WIDTH + left
@@ -212,31 +231,29 @@ def _filter_gradient(
     OUT_WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     STRIDE: tl.constexpr,
+    ROOM: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Partial sums over rows of gradient (outer channels, BN at a time) x input under one tap (BK at a time)."""
+    """Partial sums over rows of gradient (outer channels, BN at a time) x input (some of the depth at a time)."""
     program = tl.program_id(0)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
-    blocks = tl.cdiv(inner, BK)
-    tap = tl.program_id(2) // blocks
-    channel = tl.program_id(2) % blocks * BK + tl.arange(0, BK)
+    ty, tx, channel, deep_ok = _depth(tl.program_id(2), 0, SIZE, inner, 1, ROOM, BK)
     acc = tl.zeros([BN, BK], tl.float32)
     for tile in range(tiles_each):
         rows = (program * tiles_each + tile) * BM + tl.arange(0, BM)
         row_ok = rows < rows_total
         image, top, left = _places(rows, 0, 0, OUT_HEIGHT, OUT_WIDTH, 1)
-        pixel, ok = _under(image, top, left, tap // SIZE, tap % SIZE, HEIGHT, WIDTH, SIZE, STRIDE, False)
-        some = channel < (inner + 7) // 8 * 8
-        at = x + pixel[:, None] * (row_x8 * 8) + channel[None, :]
-        b = tl.load(at, mask=(ok & row_ok)[:, None] & some[None, :], other=0.0)
+        pixel, ok = _under(image, top, left, ty, tx, HEIGHT, WIDTH, SIZE, STRIDE, False)
+        mask = ok & row_ok[:, None] & deep_ok[None, :]
+        b = tl.load(x + pixel * (row_x8 * 8) + channel[None, :], mask=mask, other=0.0)
         here = row_ok[:, None] & (cols < row_gradient8 * 8)[None, :]
         a = tl.load(gradient + rows[:, None] * (row_gradient8 * 8) + cols[None, :], mask=here, other=0.0)
         acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
     depth = SIZE * SIZE * inner
-    ok = (cols < outer)[:, None] & (channel < inner)[None, :]
-    at = parts + program * outer * depth + cols[:, None] * depth + (tap * inner + channel)[None, :]
+    ok = (cols < outer)[:, None] & (deep_ok & (channel < inner))[None, :]
+    at = parts + program * outer * depth + cols[:, None] * depth + ((ty * SIZE + tx) * inner + channel)[None, :]
     tl.store(at, acc, mask=ok)
 
 
@@ -262,15 +279,24 @@ class Tiles:
     warps: int
     stages: int
     programs: int
+    room: int = 0  # channels of a tap, where all taps of a row are taken together
 
     def constants(self) -> dict[str, int]:
-        shape = {"BM": self.rows, "BN": self.columns, "BK": self.depth}
+        shape = {"BM": self.rows, "BN": self.columns, "BK": self.depth, "ROOM": self.room}
         return shape | {"num_warps": self.warps, "num_stages": self.stages}
+
+
+def together(inner: int, size: int) -> int:
+    """The room of a tap in eights of channels, if there are so few that a row of taps makes one step; else 0."""
+    room = triton.cdiv(inner, 8) * 8
+    return room if size == 3 and room <= 16 else 0
 
 
 def conv_tiles(inner: int, outer: int, size: int, pair: bool) -> Tiles:
     """What was fastest for `_conv` on an H200 over the layers of MSDNet."""
     columns = power_of_two(outer, 16, 64)
+    if few := together(inner, size):
+        return Tiles(128, columns, 4 * few, 4, 1, 4 * MULTIPROCESSORS, few)
     if columns < 64:
         deep = size > 1 and (columns == 32 or inner > 32)
         programs = (4 if columns == 16 else 2) * MULTIPROCESSORS
@@ -285,6 +311,8 @@ def conv_tiles(inner: int, outer: int, size: int, pair: bool) -> Tiles:
 def transposed_tiles(inner: int, outer: int, size: int) -> Tiles:
     """The same for `_conv` when it is transposed."""
     columns = power_of_two(outer, 16, 64)
+    if few := together(inner, size):
+        return Tiles(128, columns, 4 * few, 4, 1, 8 * MULTIPROCESSORS, few)
     if size > 1:
         return Tiles(128, columns, power_of_two(inner, 16, 64), 4, 3 if columns == 64 else 1, 8 * MULTIPROCESSORS)
     depth, stages = (32, 3) if inner > 64 else (power_of_two(inner, 16, 64), 1)
@@ -294,6 +322,8 @@ def transposed_tiles(inner: int, outer: int, size: int) -> Tiles:
 def filter_tiles(inner: int, outer: int, size: int) -> Tiles:
     """The same for `_filter_gradient`."""
     columns, depth = power_of_two(outer, 16, 128), power_of_two(inner, 16, 64)
+    if few := together(inner, size):
+        return Tiles(128, columns, 4 * few, 4, 1, 8 * MULTIPROCESSORS, few)
     if columns >= 64:
         return Tiles(64, columns, depth, 4, 3, 2 * MULTIPROCESSORS)
     return Tiles(128, columns, depth, 4, 1, (4 if size == 1 else 8) * MULTIPROCESSORS)
@@ -351,7 +381,8 @@ def filter_gradient(x: Tensor, gradient: Tensor, weight: Tensor, stride: int) ->
     out_channels, in_channels, size, _ = weight.shape
     rows = count_rows(gradient)
     tiles = filter_tiles(in_channels, out_channels, size)
-    columns, blocks = triton.cdiv(out_channels, tiles.columns), size * size * triton.cdiv(in_channels, tiles.depth)
+    columns = triton.cdiv(out_channels, tiles.columns)
+    blocks = size if tiles.room else size * size * triton.cdiv(in_channels, tiles.depth)
     programs, each = split(rows, tiles.rows, columns * blocks, tiles.programs)
     parts = torch.empty(programs, out_channels, size, size, in_channels, device=x.device)
     _filter_gradient[(programs, columns, blocks)](
