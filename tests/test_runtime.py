@@ -131,8 +131,12 @@ class Numbers:
     def logits(self, k: int, state: Any) -> Any:
         raise NotImplementedError
 
-    def keep(self, state: tuple[Any, ...], rows: np.ndarray) -> tuple[tuple[Any, ...], np.ndarray]:
-        return state, rows
+    def room(self, state: tuple[Any, ...], samples: int) -> tuple[Any, ...]:
+        return tuple(np.empty((samples, *array.shape[1:]), array.dtype) for array in state)
+
+    def put(self, state: tuple[Any, ...], rows: np.ndarray, room: tuple[Any, ...], begin: int) -> None:
+        for array, slot in zip(state, room, strict=True):
+            slot[begin : begin + len(rows)] = array[rows]
 
 
 def numbered(count: int) -> np.ndarray:

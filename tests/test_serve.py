@@ -78,8 +78,12 @@ class FakeEngine:
     def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
         return self.run(k, state)
 
-    def keep(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
-        return state, rows
+    def room(self, state: State, samples: int) -> State:
+        return tuple(np.empty((samples, *array.shape[1:]), array.dtype) for array in state)
+
+    def put(self, state: State, rows: np.ndarray, room: State, begin: int) -> None:
+        for array, slot in zip(state, room, strict=True):
+            slot[begin : begin + len(rows)] = array[rows]
 
 
 def make_bundle(engine: FakeEngine) -> Bundle:

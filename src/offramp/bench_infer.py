@@ -26,11 +26,11 @@ from offramp.policy import Policy
 from offramp.pool import Pool, Ticket
 from offramp.pretrained import bundle_folder
 from offramp.runs import CONFIG
-from offramp.runtime import Engine, Packing, Runtime, State
+from offramp.runtime import Engine, Packing, Runtime, State, copied
 from offramp.shares import exit_counts
 from offramp.tables import Table
 
-POOLED_BATCHES = 16  # through the pool to fill it, and as many again to time it
+POOLED_IMAGES = 4096  # through the pool to fill it, and as many again to time it
 WARM_UP = 2
 
 
@@ -243,7 +243,7 @@ class _Clock:
                 state = self.engine.begin(self.images)
             else:
                 state = self.engine.run(k - 1, self._before(k - 1, size))[1]
-            self._states[k, size] = self.engine.keep(state, np.arange(size))[0]
+            self._states[k, size] = copied(self.engine, state)
         return self._states[k, size]
 
 
@@ -299,7 +299,8 @@ def _pooled_ms(clock: _Clock, planned: Planned, policy: Policy, shares: Sequence
     """Milliseconds per image of a stream whose survivors are pooled, once the pool is filled, and of its ideal."""
     exits, batch = len(shares), clock.batch
     pool = Pool(planned, policy, batch, wait_s=60.0)
-    plans = plan_exits(batch * POOLED_BATCHES * 2, shares, 1).reshape(2 * POOLED_BATCHES, batch)
+    rounds = min(128, max(32, POOLED_IMAGES // batch))  # late stages get their full batch only now and then
+    plans = plan_exits(batch * rounds * 2, shares, 1).reshape(2 * rounds, batch)
     left, spent, stages = 0, 0.0, []
     for at, plan in enumerate(plans):
         began = time.perf_counter()
@@ -308,8 +309,10 @@ def _pooled_ms(clock: _Clock, planned: Planned, policy: Policy, shares: Sequence
         count = 0
         while pool.ready():
             count += len(pool.work())
-        if at >= POOLED_BATCHES:  # the pool is in its steady state
-            left, spent = left + count, spent + time.perf_counter() - began
+        if at < rounds:
+            continue
+        left, spent = left + count, spent + time.perf_counter() - began  # the pool is in its steady state
+        if at % max(1, rounds // 16) == 0:  # by turns, so that a busy moment hits both
             with clock.engine.active():
                 stages.append([timed_ms(clock.stage(k, batch)) for k in range(1, exits + 1)])
     reaching = np.cumsum(np.asarray(shares)[::-1])[::-1]

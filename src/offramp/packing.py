@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from offramp.files import read_json, write_json
-from offramp.runtime import AlwaysPack, Engine, Packing, State
+from offramp.runtime import AlwaysPack, Engine, Packing, State, copied
 
 SIZES = (1, 4, 16, 64, 256)
 REPEATS = 5
@@ -88,9 +88,8 @@ def _measure(engine: Engine, images: np.ndarray) -> MeasuredPacking:
             before = state
             stages.append(_median_ms(lambda k=k, s=before: engine.judge(k, engine.run(k, s)[0])))  # type: ignore[misc]
             if k < engine.num_exits:
-                rows = np.arange(size)
-                state = engine.keep(engine.run(k, before)[1], rows)[0]
-                packs.append(_median_ms(partial(_pack, engine, k + 1, state, rows)))
+                state = copied(engine, engine.run(k, before)[1])
+                packs.append(_median_ms(partial(_pack, engine, k + 1, state, np.arange(size))))
     exits = engine.num_exits
     return MeasuredPacking(
         sizes,

@@ -41,10 +41,12 @@ class Planned:
     def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
         raise NotImplementedError
 
-    def keep(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
-        inner, kept = self.engine.keep(tuple(state[1:]), rows)
-        plan = state[0] if len(kept) and inner[0] is state[1] else state[0][rows]
-        return (plan, *inner), kept
+    def room(self, state: State, samples: int) -> State:
+        return (np.empty(samples, np.int64), *self.engine.room(tuple(state[1:]), samples))
+
+    def put(self, state: State, rows: np.ndarray, room: State, begin: int) -> None:
+        room[0][begin : begin + len(rows)] = state[0][rows]
+        self.engine.put(tuple(state[1:]), rows, tuple(room[1:]), begin)
 
 
 def plan_exits(samples: int, shares: Sequence[float], seed: int) -> np.ndarray:

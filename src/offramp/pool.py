@@ -43,12 +43,16 @@ class Left:
 
 @dataclass
 class _Part:
-    """Samples waiting at a stage: rows of a state, and since when."""
+    """Samples waiting at a stage: the first rows of a state, one for each ticket, and since when.
+
+    `free`: rows of the state behind them that others may still take; the memory is then used again and again.
+    """
 
     state: State
-    rows: np.ndarray
     tickets: list[Ticket]
     since: float
+    free: int = 0
+    again: bool = False
 
 
 class Pool:
@@ -70,6 +74,7 @@ class Pool:
         self.guesses = guesses  # whether tickets note what every exit said
         self.queues: list[deque[_Part]] = [deque() for _ in range(engine.num_exits)]
         self.counts = [0] * engine.num_exits
+        self.rooms: list[list[State]] = [[] for _ in range(engine.num_exits)]  # memory to be used again, by stage
 
     @property
     def waiting(self) -> int:
@@ -81,8 +86,8 @@ class Pool:
         assert len(images) == len(tickets)
         with self.engine.active():
             state = self.engine.begin(images)
-        part = _Part(state, np.arange(len(images)), list(tickets), time.perf_counter())
-        self._enqueue(0, part)
+        self.queues[0].append(_Part(state, list(tickets), time.perf_counter()))
+        self.counts[0] += len(tickets)
 
     def ready(self, flush: bool = False) -> bool:
         """Whether a stage should run now."""
@@ -121,25 +126,44 @@ class Pool:
 
     def _run(self, at: int) -> list[Left]:
         parts = self._take(at)
-        if not parts:
+        state, tickets = self._state(at, parts)
+        if not tickets:
             return []
-        tickets = [ticket for part in parts for ticket in part.tickets]
-        state = self.engine.gather(at + 1, [(part.state, part.rows) for part in parts])
         logits, state = self.engine.run(at + 1, state)
         confidences, labels = self.engine.judge(at + 1, logits)
         leaves, confident = self._leaves(at, tickets, confidences)
         if self.guesses:
             for ticket, label, sure in zip(tickets, labels.tolist(), confidences.tolist(), strict=True):
                 ticket.guesses.append((label, sure))
-        rows = np.flatnonzero(~leaves)
-        if len(rows):
-            kept, places = self.engine.keep(state, rows)
-            part = _Part(kept, places, [tickets[row] for row in rows.tolist()], time.perf_counter())
-            self._enqueue(at + 1, part)
+        self._go_on(at + 1, state, np.flatnonzero(~leaves), tickets)
+        self.rooms[at] += [part.state for part in parts if part.again]
         return [
             Left(tickets[row], int(labels[row]), float(confidences[row]), at + 1, not confident[row])
             for row in np.flatnonzero(leaves).tolist()
         ]
+
+    def _state(self, at: int, parts: list[_Part]) -> tuple[State, list[Ticket]]:
+        """One state for all samples of some parts that are still wanted; copied only where it must be."""
+        tickets = [ticket for part in parts for ticket in part.tickets if not ticket.cancelled]
+        if len(parts) == 1 and len(tickets) == len(parts[0].tickets):
+            return _first(parts[0].state, len(tickets)), tickets
+        wanted = [np.flatnonzero([not ticket.cancelled for ticket in part.tickets]) for part in parts]
+        some = [(part.state, rows) for part, rows in zip(parts, wanted, strict=True) if len(rows)]
+        return self.engine.gather(at + 1, some) if some else (), tickets
+
+    def _go_on(self, at: int, state: State, rows: np.ndarray, tickets: list[Ticket]) -> None:
+        """Copy samples behind those that wait for stage `at` already, room by room."""
+        queue = self.queues[at] if len(rows) else deque()
+        while len(rows):
+            if not queue or not queue[-1].free:
+                room = self.rooms[at].pop() if self.rooms[at] else self.engine.room(state, self.batch)
+                queue.append(_Part(room, [], time.perf_counter(), self.batch, again=True))
+            part = queue[-1]
+            some, rows = rows[: part.free], rows[part.free :]
+            self.engine.put(state, some, part.state, len(part.tickets))
+            part.tickets += [tickets[row] for row in some.tolist()]
+            part.free -= len(some)
+            self.counts[at] += len(some)
 
     def _leaves(self, at: int, tickets: list[Ticket], confidences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Who leaves after stage `at` (from 0), and who of them because the exit is confident."""
@@ -151,24 +175,26 @@ class Pool:
         forced = [t.max_exit <= at + 1 or (t.deadline is not None and now >= t.deadline) for t in tickets]
         return confident | np.array(forced), confident
 
-    def _enqueue(self, at: int, part: _Part) -> None:
-        self.queues[at].append(part)
-        self.counts[at] += len(part.tickets)
-
     def _take(self, at: int) -> list[_Part]:
-        """Up to a batch of samples from the front of a queue; those nobody waits for any more are dropped."""
+        """Up to a batch of samples from the front of a queue; a part that is too large is cut."""
         taken: list[_Part] = []
-        room = self.batch
-        while room and self.queues[at]:
-            part = self.queues[at].popleft()
+        space, queue = self.batch, self.queues[at]
+        while space and queue:
+            part = queue.popleft()
+            if len(part.tickets) > space:
+                queue.appendleft(_Part(_from(part.state, space), part.tickets[space:], part.since))
+                part = _Part(part.state, part.tickets[:space], part.since)
+            taken.append(part)
+            space -= len(part.tickets)
             self.counts[at] -= len(part.tickets)
-            wanted = [i for i, ticket in enumerate(part.tickets) if not ticket.cancelled]
-            now, later = wanted[:room], wanted[room:]
-            if later:
-                rest = _Part(part.state, part.rows[later], [part.tickets[i] for i in later], part.since)
-                self.queues[at].appendleft(rest)
-                self.counts[at] += len(later)
-            if now:
-                taken.append(_Part(part.state, part.rows[now], [part.tickets[i] for i in now], part.since))
-            room -= len(now)
         return taken
+
+
+def _first(state: State, samples: int) -> State:
+    """The first samples of a state, without copying."""
+    return state if samples == len(state[0]) else tuple(array[:samples] for array in state)
+
+
+def _from(state: State, sample: int) -> State:
+    """The samples of a state from one on, without copying."""
+    return tuple(array[sample:] for array in state)

@@ -20,7 +20,7 @@ State = tuple[Any, ...]  # the engine's own arrays; the first dimension is the b
 
 
 class Engine(Protocol):
-    """K stages that can be run one at a time, and the two things done between them."""
+    """K stages that can be run one at a time, and what is done between them."""
 
     num_exits: int
 
@@ -42,8 +42,19 @@ class Engine(Protocol):
     def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
         """Run stage k for its plain logits on the host, to compare engines."""
 
-    def keep(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
-        """Some rows of a state for later: a state that `run` leaves alone, and which of its rows they are."""
+    def room(self, state: State, samples: int) -> State:
+        """Memory for a state of so many samples like this one's, which `run` leaves alone."""
+
+    def put(self, state: State, rows: np.ndarray, room: State, begin: int) -> None:
+        """Copy some rows of a state into a room, from its row `begin` on."""
+
+
+def copied(engine: Engine, state: State) -> State:
+    """A state in memory of its own."""
+    samples = len(state[0])
+    room = engine.room(state, samples)
+    engine.put(state, np.arange(samples), room, 0)
+    return room
 
 
 class Packing(Protocol):

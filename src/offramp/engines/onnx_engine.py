@@ -86,18 +86,15 @@ class OnnxEngine:
             return confidences(logits[None], self.measure, own, checked=False)[0], logits.argmax(-1)
 
     def gather(self, k: int, parts: Sequence[tuple[State, np.ndarray]]) -> State:
-        count = sum(len(rows) for _, rows in parts)
-        packed = []
-        for at, first in enumerate(parts[0][0]):
-            out = np.empty((count, *first.shape[1:]), first.dtype)
-            begin = 0
-            for state, rows in parts:  # `clip` lets numpy write in place; rows are always valid
-                np.take(state[at], rows, axis=0, out=out[begin : begin + len(rows)], mode="clip")
-                begin += len(rows)
-            packed.append(out)
-        return tuple(packed)
+        room, begin = self.room(parts[0][0], sum(len(rows) for _, rows in parts)), 0
+        for state, rows in parts:
+            self.put(state, rows, room, begin)
+            begin += len(rows)
+        return room
 
-    def keep(self, state: State, rows: np.ndarray) -> tuple[State, np.ndarray]:
-        if 2 * len(rows) > len(state[0]):
-            return state, rows
-        return tuple(array[rows] for array in state), np.arange(len(rows))  # few must not hold a whole batch
+    def room(self, state: State, samples: int) -> State:
+        return tuple(np.empty((samples, *array.shape[1:]), array.dtype) for array in state)
+
+    def put(self, state: State, rows: np.ndarray, room: State, begin: int) -> None:
+        for array, slot in zip(state, room, strict=True):  # `clip` lets numpy write in place; rows are always valid
+            np.take(array, rows, axis=0, out=slot[begin : begin + len(rows)], mode="clip")

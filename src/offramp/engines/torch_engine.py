@@ -106,26 +106,28 @@ class TorchEngine:
         (first, rows), count = parts[0], sum(len(own) for _, own in parts)
         if isinstance(first[0], Live):  # the stage's own graph will pack them
             return (Live(k - 1, rows),)
-        room = self.graphs.room(k, first) if self.graphs is not None and count <= BUCKETS[-1] else None
-        packed = []
-        for at in range(len(first)):
-            out = _like(first[at], count) if room is None else room[at][:count]
-            begin = 0
-            for state, own in parts:
-                index = self._index(own)
-                torch.index_select(_flat(_in_order(state[at])), 0, index, out=_flat(out)[begin : begin + len(own)])
-                begin += len(own)
-            packed.append(out)
-        return tuple(packed) if room is None else (Live(k - 1, np.arange(count), packed=True),)
+        live = self.graphs is not None and count <= BUCKETS[-1]
+        room = self.graphs.room(k, first) if self.graphs is not None and live else self.room(first, count)
+        begin = 0
+        for state, own in parts:
+            self.put(state, own, room, begin)
+            begin += len(own)
+        return (Live(k - 1, np.arange(count), packed=True),) if live else room
 
-    def keep(self, state: Any, rows: np.ndarray) -> tuple[Any, np.ndarray]:
-        if isinstance(state[0], Live):
-            assert self.graphs is not None
-            state = self.graphs.room(state[0].stage + 1)
-        elif 2 * len(rows) > len(state[0]):
-            return state, rows
-        index = self._index(rows)  # few must not hold a whole batch; and what a graph gave is overwritten
-        return tuple(t.index_select(0, index) for t in state), np.arange(len(rows))
+    def room(self, state: Any, samples: int) -> State:
+        return tuple(_like(t, samples) for t in self._tensors(state))
+
+    def put(self, state: Any, rows: np.ndarray, room: State, begin: int) -> None:
+        index = self._index(rows)
+        for tensor, slot in zip(self._tensors(state), room, strict=True):
+            torch.index_select(_flat(_in_order(tensor)), 0, index, out=_flat(slot)[begin : begin + len(rows)])
+
+    def _tensors(self, state: Any) -> State:
+        """A state's tensors, wherever they lie."""
+        if not isinstance(state[0], Live):
+            return tuple(state)
+        assert self.graphs is not None
+        return self.graphs.room(state[0].stage + 1)
 
     def wait(self) -> None:
         """Until the device has done all that it was told to."""
