@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from conftest import call
+from offramp.config import load_recipe, with_settings
 from offramp.results.claim import Difference, differences, verdict
 from offramp.results.page import write_page
+from offramp.results.price import baseline_epochs
 from offramp.results.store import read_stored, stored_runs
 from saved import write_run
 
@@ -90,6 +92,22 @@ def test_what_was_tuned_shows_no_test_numbers(results: Path, tmp_path: Path) -> 
     text = write_page(results, tmp_path / "page.md").read_text()
     assert "on the calibration split" in text and "75.00" in text
     assert not any(f"{100 * s.top1:.2f}" in text for run in stored_runs(results) for s in run.metrics[:1])
+
+
+def test_cost_is_in_baseline_epochs(results: Path, tmp_path: Path) -> None:
+    learned = with_settings(load_recipe("digits-learned").config, ["train.epochs=30"])
+    ratios = {"exact": 3.0, "delayed": 2.5}
+    assert (
+        baseline_epochs(load_recipe("digits-baseline").config, {}) == load_recipe("digits-baseline").config.train.epochs
+    )
+    assert baseline_epochs(learned, {}) is None and baseline_epochs(learned, ratios) == 90
+    assert baseline_epochs(with_settings(learned, ["weighting.interval=4"]), ratios) == 45
+    assert baseline_epochs(with_settings(learned, ["weighting.order=delayed"]), ratios) == 75
+    spent = stored_runs(results)[-1].config.train.epochs * 3
+    for split, words in (("test", f"A learned run costs {spent} baseline epochs"), ("calibration", f"| {spent} |")):
+        about = f'{ABOUT}split = "{split}"\n[ratios]\nexact = 3.0\n'
+        (results / "1-main/section.toml").write_text(about)
+        assert words in write_page(results, tmp_path / "page.md").read_text()
 
 
 def test_mistakes_are_sentences(results: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from offramp.capture import Stepper
 from offramp.checkpoint import State, load_optimizer_tensors, load_state, optimizer_tensors, save_state
 from offramp.config import RunConfig
 from offramp.data import Dataset
+from offramp.device import training_dtype
 from offramp.evaluate import accuracy
 from offramp.meta import Criterion
 from offramp.models import store
@@ -40,12 +41,13 @@ from offramp.world import World
 
 @dataclass(frozen=True)
 class Setup:
-    """Where a run takes place; `caught` lists the signals that asked it to stop."""
+    """Where a run takes place, and with how many others; `caught` lists the signals that asked it to stop."""
 
     data: Dataset
     device: torch.device
     world: World
     caught: list[int] = field(default_factory=list)
+    together: int = 1
 
     @property
     def writes(self) -> bool:
@@ -121,8 +123,7 @@ class Loop:
         self.total = self.steps_per_epoch * config.train.epochs
         module.to(place, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         fast = config.train.fast and place.type == "cuda"
-        twice = config.weighting.engine == "double_backward"  # our kernels know no second derivative
-        use_kernels(module, fast and not twice)
+        use_kernels(module, fast and kernels_pay(config, place))
         self.optimizer = new_optimizer(model, config.train)
         self.method = new_method(config, model.num_exits, phase.criterion, place, world)
         self.tally = Tally(model.num_exits, place)
@@ -159,6 +160,8 @@ class Loop:
         spent = time.monotonic() - self.began
         row["images_per_s"] = round(images_done / spent, 1)
         row["seconds"] = round(metrics.seconds_before + spent, 1)
+        if self.setup.together > 1:
+            row["together"] = self.setup.together  # runs that shared the device meanwhile
         save_samples(self.out, epoch, half, config.weighting.q)
         metrics.add(row)
         return epoch_line(row, config.train.epochs)
@@ -181,6 +184,16 @@ class Loop:
         """What comes next, for the bar."""
         epoch = self.step // self.steps_per_epoch + 1
         return f"epoch {epoch}/{self.config.train.epochs}" if self.step < self.total else "training"
+
+
+def kernels_pay(config: RunConfig, device: torch.device) -> bool:
+    """Whether our kernels are to train the network on a GPU.
+
+    They know no second derivative, and are made for half precision on GPUs from 2020 on (compute capability 8).
+    """
+    half = training_dtype(config.train.precision, device) != torch.float32
+    new = torch.cuda.get_device_capability(device) >= (8, 0)
+    return half and new and config.weighting.engine != "double_backward"
 
 
 class Saver:

@@ -41,7 +41,7 @@ def train_runs(jobs: Sequence[Job], *, device: str = "auto", resume: bool = Fals
     with joined_world(place) as world, caught_signals() as caught:
         for group in together:
             with progress("training", 0, silent=world.rank > 0) as bar:
-                runs = {out.name: training(config, out, place, world, caught, resume) for config, out in group}
+                runs = {job[1].name: training(*job, place, world, caught, resume, len(group)) for job in group}
                 drive(runs, bar, place)
     return [out for _, out in jobs]
 
@@ -90,14 +90,20 @@ def show(event: Event, bar: Bar, who: str = "") -> None:
 
 
 def training(
-    config: RunConfig, out: Path, place: torch.device, world: World, caught: list[int], resume: bool
+    config: RunConfig,
+    out: Path,
+    place: torch.device,
+    world: World,
+    caught: list[int],
+    resume: bool,
+    together: int = 1,
 ) -> Iterator[Event]:
     """A whole run; one with collaboration has two phases."""
     data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.options())
     config = fit_to_data(config, data)
     model = new_model(config)
     refuse_other_size(model, data)
-    setup = Setup(data, place, world, caught)
+    setup = Setup(data, place, world, caught, together)
     if not isinstance(model, CollaborativeNet):
         model.equilibrium = config.imta.equilibrium
         yield from fit(Phase(config, out, model, model, exit_losses, resume), setup)

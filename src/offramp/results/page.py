@@ -1,7 +1,8 @@
 """One page about all kept runs: `results/<section>/` becomes a section with tables, a picture and the commands.
 
 A section's `section.toml` has its title, its text, the split its numbers come from (`test`, or `calibration` for what
-was tuned) and its budgets in millions of mul-adds.
+was tuned), its budgets in millions of mul-adds, and under `[ratios]` what a step with learned weights costs beside a
+conventional one, for each order.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from offramp.report.drawing import Panels, save
 from offramp.report.figures import draw_accuracy
 from offramp.report.gather import COLOURS, Group, RunData, by_configuration, method_label
 from offramp.results.claim import differences, pairs, verdict
+from offramp.results.price import baseline_epochs
 from offramp.results.store import StoredRun, stored_runs
 from offramp.tables import to_markdown, with_spread
 
@@ -38,6 +40,7 @@ class Section:
     text: str
     split: str
     budgets: tuple[float, ...]
+    ratios: dict[str, float]
     groups: Groups
 
 
@@ -49,14 +52,15 @@ def read_section(folder: Path) -> Section:
         about = tomllib.loads(path.read_text(encoding="utf-8"))
         title, text = str(about["title"]), str(about["text"]).strip()
         budgets = tuple(1e6 * float(b) for b in about.get("budgets", ()))
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        ratios = {str(order): float(ratio) for order, ratio in about.get("ratios", {}).items()}
+    except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
     split = about.get("split", "test")
     if split not in ("test", "calibration"):
         raise ValueError(f"{path}: split must be test or calibration, got {split!r}")
     found = cast(Groups, by_configuration(cast(Any, stored_runs(folder))))
     found.sort(key=lambda group: (group[0].config.model.name, group[0].config.weighting.name != "uniform"))
-    return Section(folder.name, title, text, split, budgets, found)
+    return Section(folder.name, title, text, split, budgets, ratios, found)
 
 
 def write_page(results: Path, out: Path) -> Path:
@@ -79,11 +83,11 @@ def write_page(results: Path, out: Path) -> Path:
 def _section(section: Section, out: Path) -> str:
     parts = [f"## {section.title}\n\n{section.text}\n"]
     if section.split == "calibration":
-        parts.append(_tuned(section.groups))
+        parts.append(_tuned(section))
     else:
         parts.append(_anytime(section.groups))
         parts.append(_budgeted(section.groups, section.budgets))
-        parts += [_paired(before, after, section.budgets) for before, after in pairs(section.groups)]
+        parts += [_paired(before, after, section) for before, after in pairs(section.groups)]
         parts.append(_picture(section, out))
     parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.groups))
     return "\n".join(part for part in parts if part)
@@ -143,43 +147,45 @@ def _budgeted(groups: Groups, budgets: Sequence[float]) -> str:
     return to_markdown(["budgeted", *map(millions, budgets)], rows) if rows and budgets else ""
 
 
-def _paired(before: Sequence[StoredRun], after: Sequence[StoredRun], budgets: Sequence[float]) -> str:
-    found = differences(before, after, budgets)
+def _paired(before: Sequence[StoredRun], after: Sequence[StoredRun], section: Section) -> str:
+    found = differences(before, after, section.budgets)
     if not found:
         return ""
     table = to_markdown([f"{label(after)} minus baseline", *(d.what for d in found)], [["", *map(str, found)]])
     last = next(d for d in reversed(found) if d.what.startswith("exit"))
-    return f"{table}\n{verdict(found)} {_price(before, after, last.mean)}\n"
-
-
-def _price(before: Sequence[StoredRun], after: Sequence[StoredRun], gained: float) -> str:
-    """What the points gained at the last exit cost beside the baseline."""
-    each = [_seconds_per_epoch(group) for group in (before, after)]
-    if each[0] is None or each[1] is None:
-        return ""
-    epochs = after[0].config.train.epochs * each[1] / each[0]
-    return (
-        f"An epoch takes {each[0]:.1f} s and {each[1]:.1f} s ({after[0].device}): the learned run costs as much as "
-        f"{epochs:.0f} baseline epochs, {1000 * gained / epochs:+.2f} points at the last exit for every thousand of "
-        "them."
+    spent = baseline_epochs(after[0].config, section.ratios)
+    price = (
+        "" if spent is None else f" A learned run costs {spent:.0f} baseline epochs: {_per_hundred(last.mean, spent)}"
     )
+    return f"{table}\n{verdict(found)}{price}\n"
 
 
-def _seconds_per_epoch(group: Sequence[StoredRun]) -> float | None:
-    each = [run.seconds / run.config.train.epochs for run in group if run.seconds is not None]
-    return float(np.mean(each)) if each else None
+def _per_hundred(gained: float, spent: float) -> str:
+    return f"{100 * gained / spent:+.2f} points at the last exit for every hundred of them."
 
 
-def _tuned(groups: Groups) -> str:
-    """Settings side by side, on the calibration split alone."""
-    exits = max(len(group[0].metrics) for group in groups)
+def _tuned(section: Section) -> str:
+    """Settings side by side, on the calibration split alone, with what they cost and what that brings."""
+    exits = max(len(group[0].metrics) for group in section.groups)
+    found = [(group, _calibration(group)) for group in section.groups]
+    plain = [top1.mean() for group, top1 in found if len(top1) and group[0].config.weighting.name == "uniform"]
     rows = []
-    for group in groups:
-        top1 = np.array([run.calibration_top1 for run in group if run.calibration_top1], dtype=np.float64) * 100
-        if len(top1):
-            cells = [with_spread(column) for column in top1.T]
-            rows.append([label(group), str(len(top1)), *_filled(cells, exits), with_spread(top1.mean(1))])
-    return to_markdown(["on the calibration split", "seeds", *_numbers(exits), "mean"], rows)
+    for group, top1 in found:
+        if not len(top1):
+            continue
+        cells = [with_spread(column) for column in top1.T]
+        spent = baseline_epochs(group[0].config, section.ratios)
+        gained = top1.mean() - plain[0] if plain and group[0].config.weighting.name != "uniform" else None
+        price = "" if spent is None else f"{spent:.0f}"
+        brings = "" if gained is None or spent is None else f"{100 * gained / spent:+.2f}"
+        rows.append([label(group), str(len(top1)), *_filled(cells, exits), with_spread(top1.mean(1)), price, brings])
+    columns = ["on the calibration split", "seeds", *_numbers(exits), "mean", "baseline epochs", "points per hundred"]
+    return to_markdown(columns, rows)
+
+
+def _calibration(group: Sequence[StoredRun]) -> np.ndarray:
+    """Top-1 in % of every exit on the calibration split, a row per seed."""
+    return 100 * np.array([run.calibration_top1 for run in group if run.calibration_top1], dtype=np.float64)
 
 
 def _picture(section: Section, out: Path) -> str:
@@ -202,12 +208,16 @@ def command(group: Sequence[StoredRun]) -> str:
     return f"offramp train {recipe}{data} --out RUNS{settings} --seeds {seeds}"
 
 
+def _with_others(together: int) -> str:
+    return "" if together < 2 else f" ({together} at once)"
+
+
 def _all_runs(sections: Sequence[Section]) -> str:
     rows = []
     for section in sections:
         for group in section.groups:
             for run in group:
-                seconds = "" if run.seconds is None else f"{run.seconds:,.0f}"
+                seconds = "" if run.seconds is None else f"{run.seconds:,.0f}" + _with_others(run.together)
                 top1 = " ".join(f"{100 * score.top1:.2f}" for score in run.metrics)
                 facts = [str(run.config.seed), str(run.config.train.epochs), run.device, seconds]
                 rows.append([section.name, label([run]), *facts, "" if section.split == "calibration" else top1])

@@ -44,18 +44,23 @@ class StoredRun:
         return self.log[-1].get("seconds") if self.log else None
 
     @property
+    def together(self) -> int:
+        """How many runs shared the device."""
+        return self.log[-1].get("together", 1) if self.log else 1
+
+    @property
     def calibration_top1(self) -> list[float] | None:
         """Every exit on the calibration split after the last epoch."""
         return self.log[-1].get("calibration_top1") if self.log else None
 
     @cached_property
     def changes(self) -> dict[str, Any]:
-        """Settings in which the run differs from its recipe; seed and place of the data aside."""
+        """Settings in which the run differs from its recipe; aside from those that say where, when and how often."""
         if self.config.recipe not in list_recipes():
             return {}
         own = _flat(self.config.to_json())
         recipe = _flat(load_recipe(self.config.recipe).config.to_json())
-        aside = ("seed", "data.dir", "model.num_classes", "recipe")
+        aside = ("seed", "data.dir", "model.num_classes", "recipe", "train.eval_every", "train.save_seconds")
         return {key: value for key, value in own.items() if recipe.get(key) != value and key not in aside}
 
 

@@ -7,23 +7,13 @@ over, `outer` ones come out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from offramp.models.kernels.maps import (
-    MULTIPROCESSORS,
-    count_rows,
-    eights,
-    join,
-    kernel,
-    power_of_two,
-    row_stride,
-    split,
-)
+from offramp.models.kernels.maps import count_rows, eights, join, kernel, power_of_two, row_stride, split
+from offramp.models.kernels.tiles import conv_tiles, filter_tiles, transposed_tiles
 
 IN_EIGHTS = tl.constexpr(2)  # how a map to add lies in memory
 NO_SUMS, SQUARES, ALONG = 0, 1, 2  # what is summed up of a result: nothing; it and its squares; it, and along a map
@@ -39,6 +29,7 @@ def _places(rows, py, px, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, FOLD: tl.co
 
 @triton.jit
 def _under(
+    rows,
     image,
     top,
     left,
@@ -50,7 +41,12 @@ def _under(
     STRIDE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
 ):
-    """The pixel of the map read that lies under the tap (ty, tx), and whether there is one; [rows, taps]."""
+    """The pixel of the map read that lies under the tap (ty, tx), and whether there is one; [rows, taps].
+
+    Under a filter of one tap that takes every pixel it is the row itself.
+    """
+    if SIZE == 1 and STRIDE == 1:
+        return rows[:, None], rows[:, None] >= 0
     image, top, left = image[:, None], top[:, None], left[:, None]
     if TRANSPOSED:
         down = top + SIZE // 2 - ty
@@ -177,12 +173,16 @@ def _conv(
     for tile in range(tiles_each):
         rows = (program * tiles_each + tile) * BM + tl.arange(0, BM)
         image, top, left = _places(rows, py, px, OUT_HEIGHT, OUT_WIDTH, FOLD)
-        row_ok = (rows < rows_total) & (top < OUT_HEIGHT) & (left < OUT_WIDTH)
+        row_ok = rows < rows_total
+        own = rows
+        if FOLD > 1:
+            row_ok = row_ok & (top < OUT_HEIGHT) & (left < OUT_WIDTH)
+            own = (image * OUT_HEIGHT + top) * OUT_WIDTH + left
         acc = tl.zeros([BM, BN], tl.float32)
         for step in range(steps):
             down, tx, channel, deep_ok = _depth(step, first_x, count_x, inner, FOLD, ROOM, BK)
             ty = first_y + down * FOLD
-            pixel, ok = _under(image, top, left, ty, tx, HEIGHT, WIDTH, SIZE, STRIDE, TRANSPOSED)
+            pixel, ok = _under(rows, image, top, left, ty, tx, HEIGHT, WIDTH, SIZE, STRIDE, TRANSPOSED)
             ok, tap = ok & row_ok[:, None], ty * SIZE + tx
             acc = _add_product(
                 acc, x, w, row_x8, row_w8, pixel, ok, tap, channel, deep_ok, cols, inner, outer, SIZE * SIZE, TRANSPOSED
@@ -193,7 +193,6 @@ def _conv(
                     TRANSPOSED,
                 )  # fmt: skip
         here = row_ok[:, None] & (cols < row_y8 * 8)[None, :]  # what lies between rows is zero
-        own = (image * OUT_HEIGHT + top) * OUT_WIDTH + left
         if PLUS:
             step_plus = row_plus * 8 if PLUS == IN_EIGHTS else row_plus
             at = plus + own[:, None] * step_plus + cols[None, :]
@@ -245,7 +244,7 @@ def _filter_gradient(
         rows = (program * tiles_each + tile) * BM + tl.arange(0, BM)
         row_ok = rows < rows_total
         image, top, left = _places(rows, 0, 0, OUT_HEIGHT, OUT_WIDTH, 1)
-        pixel, ok = _under(image, top, left, ty, tx, HEIGHT, WIDTH, SIZE, STRIDE, False)
+        pixel, ok = _under(rows, image, top, left, ty, tx, HEIGHT, WIDTH, SIZE, STRIDE, False)
         mask = ok & row_ok[:, None] & deep_ok[None, :]
         b = tl.load(x + pixel * (row_x8 * 8) + channel[None, :], mask=mask, other=0.0)
         here = row_ok[:, None] & (cols < row_gradient8 * 8)[None, :]
@@ -267,66 +266,6 @@ def _total(parts, total, count: int, elements: int, BP: tl.constexpr, BC: tl.con
         ok = (rows < count)[:, None] & (cols < elements)[None, :]
         acc += tl.load(parts + rows[:, None] * elements + cols[None, :], mask=ok, other=0.0)
     tl.store(total + cols, tl.sum(acc, axis=0), mask=cols < elements)
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """How a kernel is cut up: rows, columns and depth of a tile, warps, loads under way, programs for all tiles."""
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    programs: int
-    room: int = 0  # channels of a tap, where all taps of a row are taken together
-
-    def constants(self) -> dict[str, int]:
-        shape = {"BM": self.rows, "BN": self.columns, "BK": self.depth, "ROOM": self.room}
-        return shape | {"num_warps": self.warps, "num_stages": self.stages}
-
-
-def together(inner: int, size: int) -> int:
-    """The room of a tap in eights of channels, if there are so few that a row of taps makes one step; else 0."""
-    room = triton.cdiv(inner, 8) * 8
-    return room if size == 3 and room <= 16 else 0
-
-
-def conv_tiles(inner: int, outer: int, size: int, pair: bool) -> Tiles:
-    """What was fastest for `_conv` on an H200 over the layers of MSDNet."""
-    columns = power_of_two(outer, 16, 64)
-    if few := together(inner, size):
-        return Tiles(128, columns, 4 * few, 4, 1, 4 * MULTIPROCESSORS, few)
-    if columns < 64:
-        deep = size > 1 and (columns == 32 or inner > 32)
-        programs = (4 if columns == 16 else 2) * MULTIPROCESSORS
-        return Tiles(128, columns, power_of_two(inner, 16, 32), 4, 3 if deep else 1, programs)
-    if size > 1:
-        return Tiles(64, columns, power_of_two(inner, 16, 64), 4, 3, 2 * MULTIPROCESSORS)
-    if pair and outer > 64:
-        return Tiles(64, columns, power_of_two(inner, 16, 32), 4, 3, 2 * MULTIPROCESSORS)
-    return Tiles(128, columns, power_of_two(inner, 16, 32 if pair else 64), 4, 1, 2 * MULTIPROCESSORS)
-
-
-def transposed_tiles(inner: int, outer: int, size: int) -> Tiles:
-    """The same for `_conv` when it is transposed."""
-    columns = power_of_two(outer, 16, 64)
-    if few := together(inner, size):
-        return Tiles(128, columns, 4 * few, 4, 1, 8 * MULTIPROCESSORS, few)
-    if size > 1:
-        return Tiles(128, columns, power_of_two(inner, 16, 64), 4, 3 if columns == 64 else 1, 8 * MULTIPROCESSORS)
-    depth, stages = (32, 3) if inner > 64 else (power_of_two(inner, 16, 64), 1)
-    return Tiles(128, columns, depth, 4, stages, 8 * MULTIPROCESSORS)
-
-
-def filter_tiles(inner: int, outer: int, size: int) -> Tiles:
-    """The same for `_filter_gradient`."""
-    columns, depth = power_of_two(outer, 16, 128), power_of_two(inner, 16, 64)
-    if few := together(inner, size):
-        return Tiles(128, columns, 4 * few, 4, 1, 8 * MULTIPROCESSORS, few)
-    if columns >= 64:
-        return Tiles(64, columns, depth, 4, 3, 2 * MULTIPROCESSORS)
-    return Tiles(128, columns, depth, 4, 1, (4 if size == 1 else 8) * MULTIPROCESSORS)
 
 
 def convolve(
@@ -364,11 +303,17 @@ def convolve(
         x, weight, other, weight2, y, seen, mean, inverse_std, y if plus is None else plus,
         y if partial is None else partial,
         rows, each, inner, outer, *(row_stride(m) // 8 for m in (x, other, weight, y, seen)), row_plus,
-        HEIGHT=x.shape[2], WIDTH=x.shape[3], OUT_HEIGHT=y.shape[2], OUT_WIDTH=y.shape[3], SIZE=size, STRIDE=stride,
-        TRANSPOSED=transposed, PAIR=pair is not None, SUMS=sums,
-        PLUS=0 if plus is None else 1 + plus_eights, **tiles.constants(),
+        **_sides(x, y, size, stride), TRANSPOSED=transposed, PAIR=pair is not None, SUMS=sums,
+        PLUS=0 if plus is None else 1 + plus_eights, **tiles.constants(x.element_size()),
     )  # fmt: skip
     return partial
+
+
+def _sides(x: Tensor, y: Tensor, size: int, stride: int) -> dict[str, int]:
+    """What a kernel must know of the maps' shapes; nothing where each pixel stands alone, so that one serves all."""
+    sides = (1, 1, 1, 1) if size == stride == 1 else (*x.shape[2:], *y.shape[2:])
+    names = ("HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SIZE", "STRIDE")
+    return dict(zip(names, (*sides, size, stride), strict=True))
 
 
 def as_filter(weight: Tensor, like: Tensor) -> Tensor:
@@ -387,8 +332,7 @@ def filter_gradient(x: Tensor, gradient: Tensor, weight: Tensor, stride: int) ->
     parts = torch.empty(programs, out_channels, size, size, in_channels, device=x.device)
     _filter_gradient[(programs, columns, blocks)](
         x, gradient, parts, rows, each, in_channels, out_channels, row_stride(x) // 8, row_stride(gradient) // 8,
-        HEIGHT=x.shape[2], WIDTH=x.shape[3], OUT_HEIGHT=gradient.shape[2], OUT_WIDTH=gradient.shape[3],
-        SIZE=size, STRIDE=stride, **tiles.constants(),
+        **_sides(x, gradient, size, stride), **tiles.constants(x.element_size()),
     )  # fmt: skip
     total = torch.empty_like(parts[0])
     tall = power_of_two(programs, 8, 128)
