@@ -41,9 +41,15 @@ def train_runs(jobs: Sequence[Job], *, device: str = "auto", resume: bool = Fals
     with joined_world(place) as world, caught_signals() as caught:
         for group in together:
             with progress("training", 0, silent=world.rank > 0) as bar:
-                runs = {job[1].name: training(*job, place, world, caught, resume, len(group)) for job in group}
-                drive(runs, bar, place)
+                own = [training(*job, place, world, caught, resume, len(group)) for job in group]
+                drive(dict(zip(names([out for _, out in group]), own, strict=True)), bar, place)
     return [out for _, out in jobs]
+
+
+def names(folders: Sequence[Path]) -> list[str]:
+    """What runs are called: by their folders' own names, unless two have the same."""
+    short = [folder.name for folder in folders]
+    return short if len(set(short)) == len(short) else [str(folder) for folder in folders]
 
 
 def drive(runs: dict[str, Iterator[Event]], bar: Bar, device: torch.device) -> None:
