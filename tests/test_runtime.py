@@ -327,6 +327,40 @@ def test_tickets_have_their_own_limits_and_can_be_cancelled() -> None:
     assert pool.waiting == 0 and engine.ran == [(1, 4), (2, 1)]
 
 
+class Fickle(Ticket):
+    """Cancelled from the second time on that anybody asks, as if by another thread meanwhile."""
+
+    asked = -1
+
+    @property  # type: ignore[override]
+    def cancelled(self) -> bool:
+        self.asked += 1
+        return self.asked > 0
+
+    @cancelled.setter
+    def cancelled(self, value: bool) -> None:
+        pass
+
+
+def test_a_cancellation_in_the_middle_spoils_nothing() -> None:
+    pool = Pool(Numbers(np.ones((2, 4))), policy(0.5), 8, wait_s=60.0)
+    pool.add(numbered(4), [Ticket(0, 2), Fickle(1, 2), Ticket(2, 2), Ticket(3, 2)])
+    assert [(left.ticket.key, left.label) for left in pool.work(flush=True)] == [(i, 10 + i) for i in range(4)]
+
+
+def test_the_cancelled_take_no_place_in_a_batch() -> None:
+    engine = Numbers(np.ones((2, 12)))
+    pool = Pool(engine, policy(0.5), 4, wait_s=60.0)
+    tickets = [Ticket(i, 2) for i in range(12)]
+    for i in (1, 2, 5):
+        tickets[i].cancelled = True
+    pool.add(numbered(12)[:7], tickets[:7])
+    pool.add(numbered(12)[7:], tickets[7:])
+    left = [one for _ in range(3) for one in pool.work(flush=True)]
+    assert [one.ticket.key for one in left] == [0, 3, 4, 6, 7, 8, 9, 10, 11] and pool.waiting == 0
+    assert all(one.label == 10 + one.ticket.key for one in left) and engine.ran == [(1, 4), (1, 4), (1, 1)]
+
+
 def test_infinite_thresholds_let_nobody_leave() -> None:
     found = Runtime(Numbers(np.ones((3, 3))), policy(math.inf, math.inf), COSTS)(numbered(3))
     assert found.exits.tolist() == [3, 3, 3] and not found.forced.any()

@@ -26,11 +26,11 @@ from offramp.policy import Policy
 from offramp.pool import Pool, Ticket
 from offramp.pretrained import bundle_folder
 from offramp.runs import CONFIG
-from offramp.runtime import Engine, Packing, Runtime, State, copied
+from offramp.runtime import Engine, Packing, Runtime, State, copied, wait
 from offramp.shares import exit_counts
 from offramp.tables import Table
 
-POOLED_IMAGES = 4096  # through the pool to fill it, and as many again to time it
+POOLED_IMAGES = 4096  # about so many through the pool to fill it, and as many again to time it
 WARM_UP = 2
 
 
@@ -300,7 +300,7 @@ def _pooled_ms(clock: _Clock, planned: Planned, policy: Policy, shares: Sequence
     exits, batch = len(shares), clock.batch
     pool = Pool(planned, policy, batch, wait_s=60.0)
     rounds = min(128, max(32, POOLED_IMAGES // batch))  # late stages get their full batch only now and then
-    plans = plan_exits(batch * rounds * 2, shares, 1).reshape(2 * rounds, batch)
+    plans = [plan for seed in (1, 2) for plan in plan_exits(batch * rounds, shares, seed).reshape(rounds, batch)]
     left, spent, stages = 0, 0.0, []
     for at, plan in enumerate(plans):
         began = time.perf_counter()
@@ -309,6 +309,7 @@ def _pooled_ms(clock: _Clock, planned: Planned, policy: Policy, shares: Sequence
         count = 0
         while pool.ready():
             count += len(pool.work())
+        wait(clock.engine)
         if at < rounds:
             continue
         left, spent = left + count, spent + time.perf_counter() - began  # the pool is in its steady state

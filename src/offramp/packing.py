@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from offramp.files import read_json, write_json
-from offramp.runtime import AlwaysPack, Engine, Packing, State, copied
+from offramp.runtime import AlwaysPack, Engine, Packing, State, copied, wait
 
 SIZES = (1, 4, 16, 64, 256)
 REPEATS = 5
@@ -100,7 +100,7 @@ def _measure(engine: Engine, images: np.ndarray) -> MeasuredPacking:
 
 def _pack(engine: Engine, k: int, state: State, rows: np.ndarray) -> None:
     engine.gather(k, [(state, rows)])
-    getattr(engine, "wait", lambda: None)()  # a GPU has only been told so far
+    wait(engine)  # a GPU has only been told so far
 
 
 def _median_ms(action: Callable[[], Any]) -> float:

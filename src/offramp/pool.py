@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -30,8 +30,7 @@ class Ticket:
     guesses: list[tuple[int, float]] = field(default_factory=list)  # label and confidence of every exit passed
 
 
-@dataclass(frozen=True)
-class Left:
+class Left(NamedTuple):
     """A sample that has left."""
 
     ticket: Ticket
@@ -126,9 +125,10 @@ class Pool:
 
     def _run(self, at: int) -> list[Left]:
         parts = self._take(at)
-        state, tickets = self._state(at, parts)
+        tickets = [part.tickets[row] for part, rows in parts for row in rows]
         if not tickets:
             return []
+        state = self._state(at, parts)
         logits, state = self.engine.run(at + 1, state)
         confidences, labels = self.engine.judge(at + 1, logits)
         leaves, confident = self._leaves(at, tickets, confidences)
@@ -136,34 +136,38 @@ class Pool:
             for ticket, label, sure in zip(tickets, labels.tolist(), confidences.tolist(), strict=True):
                 ticket.guesses.append((label, sure))
         self._go_on(at + 1, state, np.flatnonzero(~leaves), tickets)
-        self.rooms[at] += [part.state for part in parts if part.again]
+        self.rooms[at] += [part.state for part, _ in parts if part.again]
+        rows = np.flatnonzero(leaves)
+        found = (array[rows].tolist() for array in (labels, confidences, ~confident))
         return [
-            Left(tickets[row], int(labels[row]), float(confidences[row]), at + 1, not confident[row])
-            for row in np.flatnonzero(leaves).tolist()
+            Left(tickets[row], label, sure, at + 1, forced)
+            for row, label, sure, forced in zip(rows.tolist(), *found, strict=True)
         ]
 
-    def _state(self, at: int, parts: list[_Part]) -> tuple[State, list[Ticket]]:
-        """One state for all samples of some parts that are still wanted; copied only where it must be."""
-        tickets = [ticket for part in parts for ticket in part.tickets if not ticket.cancelled]
-        if len(parts) == 1 and len(tickets) == len(parts[0].tickets):
-            return _first(parts[0].state, len(tickets)), tickets
-        wanted = [np.flatnonzero([not ticket.cancelled for ticket in part.tickets]) for part in parts]
-        some = [(part.state, rows) for part, rows in zip(parts, wanted, strict=True) if len(rows)]
-        return self.engine.gather(at + 1, some) if some else (), tickets
+    def _state(self, at: int, parts: list[tuple[_Part, list[int]]]) -> State:
+        """One state for some rows of some parts; copied only where it must be."""
+        first, rows = parts[0]
+        if len(parts) == 1 and rows[-1] == len(rows) - 1:
+            return _first(first.state, len(rows))
+        return self.engine.gather(at + 1, [(part.state, np.array(rows)) for part, rows in parts if rows])
 
     def _go_on(self, at: int, state: State, rows: np.ndarray, tickets: list[Ticket]) -> None:
         """Copy samples behind those that wait for stage `at` already, room by room."""
         queue = self.queues[at] if len(rows) else deque()
         while len(rows):
-            if not queue or not queue[-1].free:
-                room = self.rooms[at].pop() if self.rooms[at] else self.engine.room(state, self.batch)
-                queue.append(_Part(room, [], time.perf_counter(), self.batch, again=True))
-            part = queue[-1]
+            part = queue[-1] if queue and queue[-1].free else self._new_part(at, state)
             some, rows = rows[: part.free], rows[part.free :]
             self.engine.put(state, some, part.state, len(part.tickets))
+            if not part.tickets:
+                queue.append(part)
             part.tickets += [tickets[row] for row in some.tolist()]
             part.free -= len(some)
             self.counts[at] += len(some)
+
+    def _new_part(self, at: int, state: State) -> _Part:
+        """A room for a batch before stage `at`, nobody in it yet."""
+        room = self.rooms[at].pop() if self.rooms[at] else self.engine.room(state, self.batch)
+        return _Part(room, [], time.perf_counter(), self.batch, again=True)
 
     def _leaves(self, at: int, tickets: list[Ticket], confidences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Who leaves after stage `at` (from 0), and who of them because the exit is confident."""
@@ -175,18 +179,24 @@ class Pool:
         forced = [t.max_exit <= at + 1 or (t.deadline is not None and now >= t.deadline) for t in tickets]
         return confident | np.array(forced), confident
 
-    def _take(self, at: int) -> list[_Part]:
-        """Up to a batch of samples from the front of a queue; a part that is too large is cut."""
-        taken: list[_Part] = []
+    def _take(self, at: int) -> list[tuple[_Part, list[int]]]:
+        """Up to a batch of samples from the front of a queue, as rows of parts; what is too much is cut off.
+
+        Others may cancel at any moment, so each ticket is asked once.
+        """
+        taken: list[tuple[_Part, list[int]]] = []
         space, queue = self.batch, self.queues[at]
         while space and queue:
             part = queue.popleft()
-            if len(part.tickets) > space:
-                queue.appendleft(_Part(_from(part.state, space), part.tickets[space:], part.since))
-                part = _Part(part.state, part.tickets[:space], part.since)
-            taken.append(part)
-            space -= len(part.tickets)
             self.counts[at] -= len(part.tickets)
+            wanted = [row for row, ticket in enumerate(part.tickets) if not ticket.cancelled]
+            if len(wanted) > space:
+                cut = wanted[space]
+                queue.appendleft(_Part(_from(part.state, cut), part.tickets[cut:], part.since))
+                self.counts[at] += len(part.tickets) - cut
+                part, wanted = _Part(part.state, part.tickets, part.since), wanted[:space]
+            taken.append((part, wanted))
+            space -= len(wanted)
         return taken
 
 

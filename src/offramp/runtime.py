@@ -49,6 +49,11 @@ class Engine(Protocol):
         """Copy some rows of a state into a room, from its row `begin` on."""
 
 
+def wait(engine: Engine) -> None:
+    """Until a device has done all that it was told to."""
+    getattr(engine, "wait", lambda: None)()
+
+
 def copied(engine: Engine, state: State) -> State:
     """A state in memory of its own."""
     samples = len(state[0])
