@@ -12,7 +12,7 @@ from torch import Tensor
 
 from offramp import create_model
 from offramp.device import exact_float32
-from offramp.models.fused import suits
+from offramp.models.fused import fits, have_kernels, suits
 from offramp.models.layers import ConvBNReLU, use_kernels
 from offramp.models.tape import Tape, no_trace
 from offramp.objectives.weighting import LearnedWeighting
@@ -193,3 +193,25 @@ def test_what_our_kernels_do_not_know_stays_plain() -> None:
     assert sum(not m.kernels for m in convs) == 1
     use_kernels(model, False)
     assert not any(m.kernels for m in convs)
+
+
+def test_kernels_that_cannot_run_are_said_so_and_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Triton without a C compiler, for example: training goes on with plain operations."""
+
+    def broken() -> None:
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr("offramp.models.fused.kernels", broken)
+    have_kernels.cache_clear()
+    layer = ConvBNReLU(3, 4)
+    use_kernels(layer, True)
+    have_kernels.cache_clear()
+    assert not layer.kernels and "no C compiler" in caplog.text
+
+
+def test_places_are_counted_over_a_slices_neighbours() -> None:
+    wide = torch.empty(4096, 544, 32, 32, device="meta").contiguous(memory_format=torch.channels_last)
+    layer = ConvBNReLU(24, 8)
+    assert fits(torch.empty(4096, 24, 32, 32, device="meta"), layer[0]) and not fits(wide[:, :24], layer[0])

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from conftest import call
-from offramp.config import load_recipe, with_settings
-from offramp.results.claim import Difference, differences, verdict
+from offramp.config import decisive, load_recipe, with_settings
+from offramp.results.claim import Difference, all_else, differences, verdict
 from offramp.results.page import write_page
 from offramp.results.price import baseline_epochs
 from offramp.results.store import read_stored, stored_runs
@@ -92,6 +92,13 @@ def test_what_was_tuned_shows_no_test_numbers(results: Path, tmp_path: Path) -> 
     text = write_page(results, tmp_path / "page.md").read_text()
     assert "on the calibration split" in text and "75.00" in text
     assert not any(f"{100 * s.top1:.2f}" in text for run in stored_runs(results) for s in run.metrics[:1])
+
+
+def test_how_often_things_are_saved_decides_nothing() -> None:
+    first = load_recipe("digits-baseline").config
+    often = with_settings(first, ["train.eval_every=7", "train.save_seconds=1", "seed=3", "data.dir=elsewhere"])
+    assert decisive(often) == decisive(first) and all_else(often) == all_else(load_recipe("digits-learned").config)
+    assert decisive(with_settings(first, ["train.epochs=3"])) != decisive(first)
 
 
 def test_cost_is_in_baseline_epochs(results: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from offramp.models.store import read_tensors
 from offramp.rates import cosine
 from offramp.runs import read_metrics
 from offramp.stopping import Stopped
-from offramp.train import names, train_run
+from offramp.train import names, train_run, train_runs
 
 Config = Callable[..., RunConfig]
 CHECKPOINT = (
@@ -330,6 +330,9 @@ def test_runs_that_share_a_device_take_turns(tmp_path: Path, small_config: Confi
 def test_runs_that_share_a_device_are_told_apart() -> None:
     assert names([Path("a/seed-0"), Path("a/seed-1")]) == ["seed-0", "seed-1"]
     assert names([Path("a/seed-0"), Path("b/seed-0")]) == ["a/seed-0", "b/seed-0"]
+    config = load_recipe("digits-baseline").config
+    with pytest.raises(ValueError, match="a folder of its own"):
+        train_runs([(config, Path("a")), (config, Path("a"))], device="cpu")
 
 
 def test_a_signal_stops_all_runs_and_saves_each(tmp_path: Path, small_config: Config) -> None:

@@ -26,7 +26,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from offramp.capture import Stepper
 from offramp.console import progress
-from offramp.device import pick_device, training_dtype
+from offramp.device import pick_device, suits_kernels, training_dtype
 from offramp.floor import copied_bytes_per_s, floor_of
 from offramp.meta import ENGINES
 from offramp.models.layers import use_kernels
@@ -103,14 +103,14 @@ def new_step(row: str, way: str, name: str, batch: int, device: torch.device, pr
     """One loader batch of random images, trained on as the row says."""
     torch.manual_seed(0)
     model = create_model(name).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
-    use_kernels(model, way == "fast" and "double_backward" not in row)
+    dtype = training_dtype(precision, device)
+    use_kernels(model, way == "fast" and "double_backward" not in row and suits_kernels(dtype, device))
     assert model.spec is not None
     images = torch.randn(batch, *model.input_shape, device=device)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(model.spec.num_classes, (batch,), device=device)
     on_gpu = device.type == "cuda"
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, fused=on_gpu)
-    dtype = training_dtype(precision, device)
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     if row in (WHOLE, BASELINE):
         method = Method(UniformWeighting(), autocast=autocast)

@@ -11,7 +11,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
@@ -262,6 +262,13 @@ def with_settings(config: RunConfig, settings: Iterable[str]) -> RunConfig:
             inner = inner[parent]
         inner[last] = value
     return parse(RunConfig, table)
+
+
+def decisive(config: RunConfig) -> RunConfig:
+    """A configuration without what does not decide the result: seed, place of the data, how often things are saved."""
+    plain = TrainConfig()
+    train = replace(config.train, eval_every=plain.eval_every, save_seconds=plain.save_seconds)
+    return replace(config, seed=0, data=replace(config.data, dir=None), train=train)
 
 
 def parse_setting(setting: str) -> tuple[str, Any]:

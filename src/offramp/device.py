@@ -48,6 +48,12 @@ def training_dtype(precision: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
+def suits_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether training in such a precision is what our kernels are made for: half, on GPUs of capability 8 or more."""
+    half = device.type == "cuda" and dtype != torch.float32
+    return half and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 @contextmanager
 def exact_float32() -> Iterator[None]:
     """float32 means float32: no TF32 in matrix products and convolutions."""

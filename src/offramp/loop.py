@@ -23,7 +23,7 @@ from offramp.capture import Stepper
 from offramp.checkpoint import State, load_optimizer_tensors, load_state, optimizer_tensors, save_state
 from offramp.config import RunConfig
 from offramp.data import Dataset
-from offramp.device import training_dtype
+from offramp.device import suits_kernels, training_dtype
 from offramp.evaluate import accuracy
 from offramp.meta import Criterion
 from offramp.models import store
@@ -123,7 +123,9 @@ class Loop:
         self.total = self.steps_per_epoch * config.train.epochs
         module.to(place, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         fast = config.train.fast and place.type == "cuda"
-        use_kernels(module, fast and kernels_pay(config, place))
+        twice = config.weighting.engine == "double_backward"  # our kernels know no second derivative
+        made_for = suits_kernels(training_dtype(config.train.precision, place), place)
+        use_kernels(module, fast and made_for and not twice)
         self.optimizer = new_optimizer(model, config.train)
         self.method = new_method(config, model.num_exits, phase.criterion, place, world)
         self.tally = Tally(model.num_exits, place)
@@ -184,16 +186,6 @@ class Loop:
         """What comes next, for the bar."""
         epoch = self.step // self.steps_per_epoch + 1
         return f"epoch {epoch}/{self.config.train.epochs}" if self.step < self.total else "training"
-
-
-def kernels_pay(config: RunConfig, device: torch.device) -> bool:
-    """Whether our kernels are to train the network on a GPU.
-
-    They know no second derivative, and are made for half precision on GPUs from 2020 on (compute capability 8).
-    """
-    half = training_dtype(config.train.precision, device) != torch.float32
-    new = torch.cuda.get_device_capability(device) >= (8, 0)
-    return half and new and config.weighting.engine != "double_backward"
 
 
 class Saver:

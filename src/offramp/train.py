@@ -36,6 +36,9 @@ def train_run(config: RunConfig, out: str | Path, *, device: str = "auto", resum
 
 def train_runs(jobs: Sequence[Job], *, device: str = "auto", resume: bool = False) -> list[Path]:
     """Train each configuration into its folder: together on a GPU, one after another on a CPU."""
+    folders = [out for _, out in jobs]
+    if len(set(folders)) < len(folders):
+        raise ValueError(f"each run needs a folder of its own, got {', '.join(map(str, folders))}")
     place = pick_device(device)
     together = [list(jobs)] if place.type == "cuda" else [[job] for job in jobs]
     with joined_world(place) as world, caught_signals() as caught:

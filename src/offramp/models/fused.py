@@ -6,7 +6,9 @@ and the tangent. `plain` runs anywhere and in any precision; `fused` on GPUs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -18,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from offramp.models.tape import values_and_tangent
 
+log = logging.getLogger("offramp")
 Running = tuple[Tensor, Tensor] | None
 
 
@@ -81,9 +84,18 @@ def kernels() -> ModuleType:
     return kernels
 
 
-def have_kernels() -> bool:
-    """Whether Triton is installed."""
-    return find_spec("triton") is not None
+@cache
+def have_kernels(device: torch.device) -> bool:
+    """Whether our kernels run on a device: one of them is tried. Triton needs a C compiler there, for example."""
+    if find_spec("triton") is None:
+        return False
+    try:
+        kernels().join([torch.zeros(1, 8, 1, 1, device=device)])
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        log.warning("our own kernels cannot run on %s, plain operations do their work: %s", device, reason)
+        return False
+    return True
 
 
 def suits(conv: nn.Conv2d) -> bool:
@@ -96,7 +108,13 @@ def suits(conv: nn.Conv2d) -> bool:
 
 def fits(x: Tensor, conv: nn.Conv2d) -> bool:
     """Whether our kernels can count the elements of such maps: their places are 32-bit numbers."""
-    return x.numel() // x.shape[1] * (max(conv.in_channels, conv.out_channels) + 8) < 2**31
+    pixels = x.numel() // x.shape[1]
+    return max(pixels * (max(conv.in_channels, conv.out_channels) + 8), _reach(x)) < 2**31
+
+
+def _reach(x: Tensor) -> int:
+    """How far apart the first and the last element of a map lie in memory; a slice reaches over its neighbours."""
+    return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
 class _Fused(torch.autograd.Function):
@@ -160,7 +178,10 @@ class _Joined(torch.autograd.Function):
 
 def joined(maps: Sequence[Tensor], with_kernels: bool) -> Tensor:
     """Maps of one size side by side, along the channels."""
-    return _Joined.apply(*maps) if with_kernels else torch.cat(list(maps), dim=1)
+    elements = sum(m.numel() for m in maps) + 8 * maps[0].numel() // maps[0].shape[1]
+    if with_kernels and max(elements, *map(_reach, maps)) < 2**31:
+        return _Joined.apply(*maps)
+    return torch.cat(list(maps), dim=1)
 
 
 def fused_forward(x: Tensor, conv: nn.Conv2d, bn: nn.BatchNorm2d, running: Running) -> tuple[Tensor, Tensor, Kept]:

@@ -49,7 +49,7 @@ class ConvBNReLU(nn.Sequential):
         own = self.kernels and fits(x, conv)
         if tape.mode == REPLAYING:
             kept = tape.next(self)
-            tangent = fused_tangent if own else plain_tangent
+            tangent = plain_tangent if kept.taps is None else fused_tangent
             return x, dual(kept.out, tangent(kept, values_and_tangent(x)[1], conv, bn))
         running = None
         if tape.mode != NO_TRACE and bn.running_mean is not None and bn.running_var is not None:
@@ -62,7 +62,7 @@ class ConvBNReLU(nn.Sequential):
 
 def use_kernels(model: nn.Module, on: bool) -> None:
     """Let the layers that can train with kernels of our own do so, where there are any; or not."""
-    on = on and have_kernels()
+    on = on and have_kernels(next(model.parameters()).device)
     for layer in model.modules():
         if isinstance(layer, ConvBNReLU):
             layer.kernels = on and suits(cast(nn.Conv2d, layer[0]))

@@ -18,7 +18,7 @@ import numpy as np
 
 from offramp.calibrate import q_family, searched_family
 from offramp.confidence import Answers, answers, fit_temperatures
-from offramp.config import RunConfig, list_recipes, load_recipe
+from offramp.config import RunConfig, decisive, list_recipes, load_recipe
 from offramp.files import read_json
 from offramp.metrics import Curve, ExitMetrics, Overthinking, curve, exit_metrics, overthinking
 from offramp.outputs import EVAL, SUMMARY, EvalSummary, Outputs, read_arrays, read_outputs, read_summary
@@ -191,10 +191,7 @@ def by_configuration(runs: Sequence[RunData]) -> list[list[RunData]]:
 
 
 def _without_seed(config: RunConfig) -> str:
-    table = config.to_json()
-    table.pop("seed")
-    table["data"].pop("dir")
-    return json.dumps(table, sort_keys=True)
+    return json.dumps(decisive(config).to_json(), sort_keys=True)
 
 
 def _labels(runs: Sequence[RunData]) -> list[str]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.config import RunConfig
+from offramp.config import RunConfig, decisive
 from offramp.console import millions
 from offramp.results.store import StoredRun
 
@@ -50,12 +51,16 @@ def pairs(groups: Sequence[Sequence[StoredRun]]) -> list[tuple[Sequence[StoredRu
         for after in groups
         if before[0].config.weighting.name == "uniform"
         and after[0].config.weighting.name == "learned"
-        and _all_else(before[0].config) == _all_else(after[0].config)
+        and all_else(before[0].config) == all_else(after[0].config)
     ]
 
 
-def _all_else(config: RunConfig) -> tuple[object, ...]:
-    return config.model, config.imta, config.train, replace(config.data, dir=None)
+def all_else(config: RunConfig) -> str:
+    """All that decides a run's result but the weighting."""
+    table = decisive(config).to_json()
+    return json.dumps(
+        {key: value for key, value in table.items() if key not in ("weighting", "recipe")}, sort_keys=True
+    )
 
 
 def differences(

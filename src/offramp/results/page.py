@@ -22,7 +22,7 @@ from offramp.files import write_bytes
 from offramp.report.drawing import Panels, save
 from offramp.report.figures import draw_accuracy
 from offramp.report.gather import COLOURS, Group, RunData, by_configuration, method_label
-from offramp.results.claim import differences, pairs, verdict
+from offramp.results.claim import all_else, differences, pairs, verdict
 from offramp.results.price import baseline_epochs
 from offramp.results.store import StoredRun, stored_runs
 from offramp.tables import to_markdown, with_spread
@@ -168,14 +168,19 @@ def _tuned(section: Section) -> str:
     """Settings side by side, on the calibration split alone, with what they cost and what that brings."""
     exits = max(len(group[0].metrics) for group in section.groups)
     found = [(group, _calibration(group)) for group in section.groups]
-    plain = [top1.mean() for group, top1 in found if len(top1) and group[0].config.weighting.name == "uniform"]
+    plain = {
+        all_else(group[0].config): top1.mean()
+        for group, top1 in found
+        if len(top1) and group[0].config.weighting.name == "uniform"
+    }
     rows = []
     for group, top1 in found:
         if not len(top1):
             continue
         cells = [with_spread(column) for column in top1.T]
         spent = baseline_epochs(group[0].config, section.ratios)
-        gained = top1.mean() - plain[0] if plain and group[0].config.weighting.name != "uniform" else None
+        before = plain.get(all_else(group[0].config))
+        gained = None if before is None or group[0].config.weighting.name == "uniform" else top1.mean() - before
         price = "" if spent is None else f"{spent:.0f}"
         brings = "" if gained is None or spent is None else f"{100 * gained / spent:+.2f}"
         rows.append([label(group), str(len(top1)), *_filled(cells, exits), with_spread(top1.mean(1)), price, brings])

@@ -13,8 +13,8 @@ def baseline_epochs(config: RunConfig, ratios: Mapping[str, float]) -> float | N
     `ratios`: a step that trains the weight net beside a conventional one, by order (`offramp bench train`).
     """
     weighting, epochs = config.weighting, float(config.train.epochs)
+    if config.imta.collaboration or (weighting.name == "learned" and weighting.order not in ratios):
+        return None  # a second phase costs something else
     if weighting.name != "learned":
         return epochs
-    if weighting.order not in ratios:
-        return None
     return epochs * (ratios[weighting.order] + weighting.interval - 1) / weighting.interval

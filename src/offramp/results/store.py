@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from offramp.config import RunConfig, list_recipes, load_recipe
+from offramp.config import RunConfig, decisive, list_recipes, load_recipe
 from offramp.files import read_json, write_bytes, write_json
 from offramp.metrics import Curve
 from offramp.outputs import EVAL, SUMMARY, EvalSummary, ExitScore, read_summary
@@ -55,12 +55,11 @@ class StoredRun:
 
     @cached_property
     def changes(self) -> dict[str, Any]:
-        """Settings in which the run differs from its recipe; aside from those that say where, when and how often."""
+        """Settings in which the run differs from its recipe; only those that decide anything."""
         if self.config.recipe not in list_recipes():
             return {}
-        own = _flat(self.config.to_json())
-        recipe = _flat(load_recipe(self.config.recipe).config.to_json())
-        aside = ("seed", "data.dir", "model.num_classes", "recipe", "train.eval_every", "train.save_seconds")
+        own, recipe = (_flat(decisive(c).to_json()) for c in (self.config, load_recipe(self.config.recipe).config))
+        aside = ("model.num_classes", "recipe")
         return {key: value for key, value in own.items() if recipe.get(key) != value and key not in aside}
 
 
