@@ -44,7 +44,7 @@ class Left(NamedTuple):
 class _Part:
     """Samples waiting at a stage: the first rows of a state, one for each ticket, and since when.
 
-    `free`: rows of the state behind them that others may still take; the memory is then used again and again.
+    `free`: rows behind them that others may still take. `again`: the memory is the pool's own, to be used again.
     """
 
     state: State
