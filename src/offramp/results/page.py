@@ -184,7 +184,14 @@ def _tuned(section: Section) -> str:
         price = "" if spent is None else f"{spent:.0f}"
         brings = "" if gained is None or spent is None else f"{100 * gained / spent:+.2f}"
         rows.append([label(group), str(len(top1)), *_filled(cells, exits), with_spread(top1.mean(1)), price, brings])
-    columns = ["on the calibration split", "seeds", *_numbers(exits), "mean", "baseline epochs", "points per hundred"]
+    columns = [
+        "on the calibration split",
+        "seeds",
+        *_numbers(exits),
+        "mean",
+        "baseline epochs",
+        "mean gained per hundred",
+    ]
     return to_markdown(columns, rows)
 
 

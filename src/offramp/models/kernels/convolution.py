@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offramp.models.kernels.maps import count_rows, eights, join, kernel, power_of_two, row_stride, split
+from offramp.models.kernels.maps import count_rows, eights, join, kernel, power_of_two, row_stride, split, write_sums
 from offramp.models.kernels.tiles import conv_tiles, filter_tiles, transposed_tiles
 
 IN_EIGHTS = tl.constexpr(2)  # how a map to add lies in memory
@@ -208,9 +208,7 @@ def _conv(
                 before = tl.load(along + own[:, None] * (row_along8 * 8) + cols[None, :], mask=here, other=0.0)
                 second += value * ((before.to(tl.float32) - mu[None, :]) * inv[None, :])
     if SUMS > 0:
-        at = sums + program * 2 * outer + cols
-        tl.store(at, tl.sum(first, axis=0), mask=col_ok)
-        tl.store(at + outer, tl.sum(second, axis=0), mask=col_ok)
+        write_sums(sums, first, second, program, cols, outer)
 
 
 @kernel

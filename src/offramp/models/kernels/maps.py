@@ -42,6 +42,14 @@ def write_tile(x, value, rows, cols, row_x8, rows_total, channels):
     tl.store(x + rows[:, None] * (row_x8 * 8) + cols[None, :], value.to(x.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def write_sums(sums, first, second, program, cols, channels):
+    """Write a program's two partial sums over the rows of its tiles, [programs, 2, channels]."""
+    at = sums + program * 2 * channels + cols
+    tl.store(at, tl.sum(first, axis=0), mask=cols < channels)
+    tl.store(at + channels, tl.sum(second, axis=0), mask=cols < channels)
+
+
 @kernel
 def _copy(
     source,

@@ -22,6 +22,7 @@ from offramp.models.kernels.maps import (
     read_tile,
     row_stride,
     split,
+    write_sums,
     write_tile,
 )
 
@@ -77,10 +78,12 @@ def _statistics(
 
 
 @triton.jit
-def _affine(scale, shift, mu, inv, cols, ok):
-    """BatchNorm as slope and level: what ReLU sees is slope * y + level."""
+def _affine(scale, shift, mean, inverse_std, cols, ok):
+    """Mean and inverse deviation of channels, and BatchNorm as slope and level: ReLU sees slope * y + level."""
+    mu = tl.load(mean + cols, mask=ok, other=0.0)
+    inv = tl.load(inverse_std + cols, mask=ok, other=0.0)
     slope = tl.load(scale + cols, mask=ok, other=0.0) * inv
-    return slope, tl.load(shift + cols, mask=ok, other=0.0) - slope * mu
+    return mu, inv, slope, tl.load(shift + cols, mask=ok, other=0.0) - slope * mu
 
 
 @kernel
@@ -102,9 +105,7 @@ def _normalise_relu(
     rows = tl.program_id(0) * BR + tl.arange(0, BR)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
     col_ok = cols < channels
-    mu = tl.load(mean + cols, mask=col_ok, other=0.0)
-    inv = tl.load(inverse_std + cols, mask=col_ok, other=0.0)
-    slope, level = _affine(scale, shift, mu, inv, cols, col_ok)
+    _, _, slope, level = _affine(scale, shift, mean, inverse_std, cols, col_ok)
     value = read_tile(y, rows, cols, row_y8, rows_total, channels, True)
     value = tl.maximum(slope[None, :] * value + level[None, :], 0.0, propagate_nan=tl.PropagateNan.ALL)
     write_tile(out, value, rows, cols, row_out8, rows_total, channels)
@@ -132,9 +133,7 @@ def _gradient_sums(
     program = tl.program_id(0)
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
     col_ok = cols < channels
-    mu = tl.load(mean + cols, mask=col_ok, other=0.0)
-    inv = tl.load(inverse_std + cols, mask=col_ok, other=0.0)
-    slope, level = _affine(scale, shift, mu, inv, cols, col_ok)
+    mu, inv, slope, level = _affine(scale, shift, mean, inverse_std, cols, col_ok)
     first = tl.zeros([BR, BC], tl.float32)
     second = tl.zeros([BR, BC], tl.float32)
     for tile in range(tiles_each):
@@ -144,9 +143,7 @@ def _gradient_sums(
         g = tl.where(slope[None, :] * v + level[None, :] > 0, g, 0.0)
         first += g
         second += g * ((v - mu[None, :]) * inv[None, :])
-    at = sums + program * 2 * channels + cols
-    tl.store(at, tl.sum(first, axis=0), mask=col_ok)
-    tl.store(at + channels, tl.sum(second, axis=0), mask=col_ok)
+    write_sums(sums, first, second, program, cols, channels)
 
 
 @kernel
@@ -217,9 +214,7 @@ def _planned(
     a = tl.load(plan + cols, mask=col_ok, other=0.0)
     b = tl.load(plan + channels + cols, mask=col_ok, other=0.0)
     c = tl.load(plan + 2 * channels + cols, mask=col_ok, other=0.0)
-    mu = tl.load(mean + cols, mask=col_ok, other=0.0)
-    inv = tl.load(inverse_std + cols, mask=col_ok, other=0.0)
-    slope, level = _affine(scale, shift, mu, inv, cols, col_ok)
+    _, _, slope, level = _affine(scale, shift, mean, inverse_std, cols, col_ok)
     m = read_tile(moving, rows, cols, row_moving, rows_total, channels, EIGHTS)
     v = read_tile(y, rows, cols, row_y8, rows_total, channels, True)
     alive = slope[None, :] * v + level[None, :] > 0
