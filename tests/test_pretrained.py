@@ -1,4 +1,4 @@
-"""Networks that come trained are bundles in the package, found by name; here a small one stands in for them."""
+"""Networks that come trained are bundles in the package, found by name; mostly a small one stands in for them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,16 @@ import pytest
 import torch
 
 from conftest import call
-from offramp import create_model, load_bundle, load_model
-from offramp.bundle import read_golden
-from offramp.export import export_run
+from offramp import create_model, exit_costs, load_model
+from offramp.bundle import all_logits, load_bundle, read_golden
+from offramp.bundle_eval import evaluate_bundle
+from offramp.confidence import answers
+from offramp.export import drawn_images, export_run
 from offramp.models.store import read_tensors
+from offramp.outputs import read_outputs, read_summary
+from offramp.policy import outcome, read_policies
 from offramp.pretrained import pretrained_names
+from offramp.runs import read_config
 
 pytest_plugins = ["bundles"]
 
@@ -60,11 +65,61 @@ def test_verbs_know_its_name(
     assert "of which no other bundle can be made" in capsys.readouterr().err
 
 
+def test_msdnet5_trained_on_cifar100_gives_its_golden_logits() -> None:
+    """Its golden inputs are drawn, no image of CIFAR; each exit's guesses about them are the very ones."""
+    assert "msdnet5-cifar100" in pretrained_names()
+    bundle = load_bundle("msdnet5-cifar100", device="cpu")
+    images, expected = read_golden(bundle.folder)
+    assert np.abs(images - drawn_images((3, 32, 32)).astype(int)).max() <= 1  # sines may round otherwise elsewhere
+    assert bundle.check_golden() < 1e-3
+    ready = bundle.card.preprocessing.normalise(images)
+    np.testing.assert_array_equal(all_logits(bundle.engine, ready).argmax(-1), expected.argmax(-1))
+    assert len(np.unique(expected.argmax(-1))) > 4  # not one answer to everything
+    model = create_model("msdnet5-cifar100", pretrained=True)
+    assert [cost.mul_adds for cost in exit_costs(model)] == list(bundle.costs)
+    assert len(bundle.classes) == 100 and bundle.classes[0] == "apple"
+
+
+def test_a_bundle_is_tried_on_data(
+    run: Path,
+    torch_bundle: Path,
+    onnx_bundle: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every exit scores as the run's evaluation says; the policy as saved logits say it would."""
+    data = read_config(run).data.options()
+    saved, policy = read_outputs(run, "test"), load_bundle(torch_bundle).policies.policy
+    for folder in (torch_bundle, onnx_bundle):
+        score = evaluate_bundle(folder, "digits", device="cpu", **data)
+        np.testing.assert_allclose(score.exits, [s.top1 for s in read_summary(run).exits["test"]])
+        expected = outcome(
+            answers(saved.logits, saved.labels), policy.thresholds, read_policies(run / "policy.json").costs
+        )
+        np.testing.assert_allclose([score.policy.top1, score.policy.cost], [expected.top1, expected.cost])
+        np.testing.assert_allclose(score.policy.shares, expected.shares)
+    assert call(monkeypatch, "eval", torch_bundle) == 2
+    assert "say which data set to try it on" in capsys.readouterr().err
+    assert call(monkeypatch, "eval", run, "--data", "digits") == 2
+    assert "--data is for bundles" in capsys.readouterr().err
+    assert call(monkeypatch, "eval", torch_bundle, "--data", "digits") == 0
+    assert "under its policy" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(ValueError, match="does not know the classes of digits"):
+        evaluate_bundle("msdnet5-cifar100", "digits", device="cpu")
+
+
+def test_a_bundle_without_images_of_the_data(run: Path, tmp_path: Path) -> None:
+    bundle = export_run(run, tmp_path / "bundle", images=False)
+    np.testing.assert_array_equal(read_golden(bundle)[0], drawn_images((3, 32, 32)))
+
+
 def test_mistakes_are_sentences(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="pretrained network 'tiny' is unknown; did you mean 'tiny-digits'"):
         create_model("tiny", pretrained=True)
     with pytest.raises(ValueError, match="is trained as it is"):
         create_model("tiny-digits", num_classes=3, pretrained=True)
+    with pytest.raises(ValueError, match=r"comes trained; in Python: create_model\('tiny-digits', pretrained=True\)"):
+        create_model("tiny-digits")
     with pytest.raises(ValueError, match="is not a bundle"):
         load_bundle("tiny")
     monkeypatch.setattr("offramp.pretrained.FOLDER", tmp_path / "nothing")

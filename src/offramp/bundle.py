@@ -161,6 +161,11 @@ def _opened(value: Any) -> Image.Image:
     return upright_rgb(value) if isinstance(value, Image.Image) else read_image(value)
 
 
+def is_bundle(source: str | Path) -> bool:
+    """Whether this is a bundle's folder or the name of a network that comes trained."""
+    return (bundle_folder(source) / MANIFEST).is_file()
+
+
 def load_bundle(
     path: str | Path, *, device: str = "auto", threads: int | None = None, own_process: bool = False
 ) -> Bundle:

@@ -64,11 +64,14 @@ def _options(
 def models(as_json: AsJson = False) -> None:
     """List the networks that can be created by name."""
     from offramp.models.registry import list_models, model_entry
+    from offramp.pretrained import pretrained_names
 
     if as_json:
         print(json.dumps(list_models()))
         return
     print_table("Models", ["name", "about"], [[name, model_entry(name).about] for name in list_models()])
+    for name in pretrained_names():
+        say(f"{name} comes trained: predict, serve, eval, export and bench infer take its name for a bundle")
 
 
 @app.command()
@@ -138,16 +141,31 @@ def train(
 
 @app.command("eval")
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="A finished run folder.")],
+    run: Annotated[str, typer.Argument(help="A finished run folder; or a bundle, or a network that comes trained.")],
+    data: Annotated[str | None, typer.Option(help="For a bundle: the data set to try it on, cifar100 say.")] = None,
     data_dir: DataDir = None,
     device: Device = "auto",
 ) -> None:
-    """Evaluate every exit of a run on its calibration and test splits, and save the logits."""
-    from offramp.evaluate import evaluate_run
-    from offramp.tables import anytime_table
+    """Evaluate every exit of a run on its calibration and test splits, and save the logits.
 
+    Of a bundle, nothing is saved: offramp eval msdnet5-cifar100 --data cifar100 --data-dir D
+    """
+    from offramp.bundle import is_bundle
+    from offramp.tables import anytime_table, bundle_table
+
+    if is_bundle(run):
+        from offramp.bundle_eval import evaluate_bundle
+
+        if data is None:
+            raise ValueError(f"{run} is a bundle; say which data set to try it on: --data cifar100, for example")
+        print_table(*bundle_table(run, evaluate_bundle(run, data, data_dir=data_dir, device=device)))
+        return
+    from offramp.evaluate import evaluate_run
+
+    if data is not None:
+        raise ValueError("a run is evaluated on its own data; --data is for bundles")
     print_table(*anytime_table(evaluate_run(run, data_dir=data_dir, device=device)))
-    say(f"saved: {run / 'eval'}\nnext: offramp calibrate {run}, or offramp report {run}")
+    say(f"saved: {Path(run) / 'eval'}\nnext: offramp calibrate {run}, or offramp report {run}")
 
 
 @app.command()

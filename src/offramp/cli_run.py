@@ -20,6 +20,9 @@ def export(
     policy: Annotated[Path | None, typer.Option(help="A policy file; default: RUN/policy.json.")] = None,
     format: Annotated[str, typer.Option(help="torch, or onnx for boxes without torch.")] = "torch",
     half: Annotated[bool, typer.Option(help="Round weights to bfloat16 and store them so: half the size.")] = False,
+    images: Annotated[
+        bool, typer.Option(help="Golden inputs are test images; without, drawn ones: no image of the data leaves.")
+    ] = True,
 ) -> None:
     """Write a bundle: the network, its policy and everything else that answering needs, verified.
 
@@ -27,7 +30,7 @@ def export(
     """
     from offramp.export import export_run
 
-    path = export_run(run, out, policy=policy, format=format, half=half)
+    path = export_run(run, out, policy=policy, format=format, half=half, images=images)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
     say(f"bundle: {path} ({format}, {size:.1f} MB), equal to its golden outputs\nnext: offramp predict {path} IMAGES")
 

@@ -28,6 +28,7 @@ from offramp.bundle import (
     bundled_model,
     checked,
     compare_golden,
+    is_bundle,
     load_bundle,
     read_golden,
     sha256,
@@ -49,15 +50,21 @@ GOLDEN_IMAGES = 8
 
 
 def export_run(
-    run: str | Path, out: str | Path, *, policy: str | Path | None = None, format: str = "torch", half: bool = False
+    run: str | Path,
+    out: str | Path,
+    *,
+    policy: str | Path | None = None,
+    format: str = "torch",
+    half: bool = False,
+    images: bool = True,
 ) -> Path:
     """Write the bundle of an evaluated and calibrated run; a folder that exists is not overwritten.
 
     `run` may also be a torch bundle, or the name of a network that comes trained. `half` stores weights as bfloat16.
+    Without `images` the golden inputs are drawn, and the bundle holds no image of the data.
     """
-    folder = bundle_folder(run)
-    if (folder / MANIFEST).is_file():
-        return _export_bundle(folder, Path(out), policy, format, half)
+    if is_bundle(run):
+        return _export_bundle(bundle_folder(run), Path(out), policy, format, half)
     run, out = Path(run), Path(out)
     path = run / "policy.json" if policy is None else Path(policy)
     if not path.is_file():
@@ -66,8 +73,9 @@ def export_run(
     if summary.preprocessing is None:
         raise ValueError(f"{run} was evaluated by an older version; run: offramp eval {run}")
     model = load_model(run).set_schedule(policies.schedule)
-    images = _golden_images(run, summary.preprocessing, model.input_shape)
-    return export_model(model, policies, summary.classes, summary.preprocessing, images, out, format, half)
+    thumbs = read_outputs(run, "test").thumbs if images else None
+    golden = drawn_images(model.input_shape) if thumbs is None else _cut(thumbs, summary.preprocessing)
+    return export_model(model, policies, summary.classes, summary.preprocessing, golden, out, format, half)
 
 
 def _export_bundle(folder: Path, out: Path, policy: str | Path | None, format: str, half: bool) -> Path:
@@ -158,15 +166,22 @@ def _reference(model: ExitNet, card: ModelCard, images: np.ndarray) -> np.ndarra
         return torch.stack(model.eval()(ready)).numpy()
 
 
-def _golden_images(run: Path, preprocessing: Preprocessing, shape: tuple[int, int, int]) -> np.ndarray:
-    """Some test images if evaluation saved any, and noise otherwise."""
+def _cut(thumbs: np.ndarray, preprocessing: Preprocessing) -> np.ndarray:
+    """Some images as the network takes them."""
     from PIL import Image
 
-    thumbs = read_outputs(run, "test").thumbs
-    if thumbs is None:
-        draw = np.random.default_rng(0)
-        return draw.integers(0, 256, (GOLDEN_IMAGES, *shape), dtype=np.uint8)
     return np.stack([preprocessing.cut(Image.fromarray(image)) for image in thumbs[:GOLDEN_IMAGES]])
+
+
+def drawn_images(shape: tuple[int, int, int]) -> np.ndarray:
+    """Images of nothing, the same ones every time: coloured waves of random directions and lengths, uint8."""
+    channels, height, width = shape
+    draw = np.random.default_rng(0)
+    down, right = np.mgrid[:height, :width] / max(height, width)
+    lengths = draw.normal(0, 2 * np.pi, (2, GOLDEN_IMAGES, channels, 4, 1, 1))
+    starts = draw.uniform(0, 2 * np.pi, lengths.shape[1:])
+    waves = np.sin(lengths[0] * down + lengths[1] * right + starts).mean(2)
+    return np.round(127.5 + 127.5 * waves).astype(np.uint8)
 
 
 class _StageModule(nn.Module):

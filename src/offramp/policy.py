@@ -179,6 +179,12 @@ def exits_taken(confidences: np.ndarray, thresholds: Sequence[float]) -> np.ndar
     return taken
 
 
+def shares_of(exits: np.ndarray, num_exits: int) -> tuple[float, ...]:
+    """The share of samples that left at each exit."""
+    counts = np.bincount(exits, minlength=num_exits + 1)[1:]
+    return tuple((counts / max(len(exits), 1)).tolist())
+
+
 def mean_cost(exits: np.ndarray, costs: Sequence[float]) -> float:
     """The mean over samples of what their exits cost; whole numbers are added without rounding."""
     counts = np.bincount(exits, minlength=len(costs) + 1)[1:]
@@ -198,5 +204,4 @@ def outcome(given: Answers, thresholds: Sequence[float], costs: Sequence[float])
     """Apply a policy to samples that every exit has answered."""
     taken = exits_taken(given.confidences, thresholds)
     right = given.right[taken - 1, np.arange(given.samples)]
-    shares = np.bincount(taken, minlength=given.num_exits + 1)[1:] / given.samples
-    return Outcome(float(right.mean()), mean_cost(taken, costs), tuple(shares.tolist()))
+    return Outcome(float(right.mean()), mean_cost(taken, costs), shares_of(taken, given.num_exits))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from offramp.policy import shares_of
+
 
 @dataclass(frozen=True)
 class ExitResult:
@@ -23,8 +25,7 @@ class ExitResult:
 
     def shares(self, num_exits: int) -> tuple[float, ...]:
         """The share of samples that left at each exit."""
-        counts = np.bincount(self.exits, minlength=num_exits + 1)[1:]
-        return tuple((counts / max(len(self), 1)).tolist())
+        return shares_of(self.exits, num_exits)
 
     @staticmethod
     def empty(samples: int) -> ExitResult:

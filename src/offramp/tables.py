@@ -6,12 +6,16 @@ import csv
 import io
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from offramp.console import millions
 from offramp.outputs import EvalSummary
 from offramp.policy import Policies
+
+if TYPE_CHECKING:
+    from offramp.bundle_eval import BundleScore
 
 Table = tuple[str, list[str], list[list[str]]]
 
@@ -30,6 +34,19 @@ def anytime_table(summary: EvalSummary) -> Table:
     ]
     title = f"{summary.model}: each exit on all {summary.samples['test']:,} test images"
     return title, ["exit", "params", "mul-adds", "top-1 %", "top-5 %"], rows
+
+
+def bundle_table(name: str, score: BundleScore) -> Table:
+    """Every exit of a bundle on a whole test split, and who leaves there under its policy."""
+    rows = [
+        [str(k), f"{100 * top1:.2f}", f"{100 * share:.1f}"]
+        for k, (top1, share) in enumerate(zip(score.exits, score.policy.shares, strict=True), 1)
+    ]
+    title = (
+        f"{name} on {score.samples:,} test images: {100 * score.policy.top1:.2f} % under its policy, "
+        f"at {millions(score.policy.cost)} mul-adds per image"
+    )
+    return title, ["exit", "top-1 % of all", "leave here %"], rows
 
 
 def policy_table(found: Policies) -> Table:

@@ -50,6 +50,8 @@ def list_models() -> list[str]:
 
 def model_entry(name: str) -> ModelEntry:
     """The registry's entry for `name`."""
+    if name not in _entries and name in pretrained_names():
+        raise ValueError(f"{name} comes trained; in Python: create_model({name!r}, pretrained=True)")
     if name not in _entries:
         raise ValueError(unknown("model", name, list_models()))
     return _entries[name]

@@ -51,6 +51,9 @@ def draw_accuracy(groups: Sequence[Group], family: str, axes: Axes) -> None:
         axes.plot(costs, top1, "o", color=group.colour, markerfacecolor="none", markeredgewidth=1.6, label=label)
         if group.paper_top1:
             axes.plot(costs, group.paper_top1, "x", color=group.colour, alpha=0.55, markersize=6)
+    axes.plot([], [], "o", color=INK, markerfacecolor="none", markeredgewidth=1.6, label="one exit for all images")
+    if any(group.paper_top1 for group in groups):
+        axes.plot([], [], "x", color=INK, markersize=6, label="the paper's")
     axes.set_xlabel("mean mul-adds per image, millions")
     axes.set_ylabel("top-1, %")
     _legend(axes, "lower right")

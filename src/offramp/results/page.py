@@ -87,7 +87,10 @@ def _section(section: Section, out: Path) -> str:
     else:
         parts.append(_anytime(section.groups))
         parts.append(_budgeted(section.groups, section.budgets))
-        parts += [_paired(before, after, section) for before, after in pairs(section.groups)]
+        compared = pairs(section.groups)
+        parts += [_paired(before, after, section) for before, after in compared]
+        if len(compared) > 1:  # what the choice between settings may look at
+            parts.append(_tuned(section))
         parts.append(_picture(section, out))
     parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.groups))
     return "\n".join(part for part in parts if part)
@@ -96,7 +99,11 @@ def _section(section: Section, out: Path) -> str:
 def label(group: Sequence[StoredRun]) -> str:
     """The method, the network, and what was changed in the recipe."""
     first = group[0]
-    changed = [f"{key}={_word(value)}" for key, value in sorted(first.changes.items()) if key != "train.epochs"]
+    changed = [
+        f"{key.rsplit('.', 1)[-1]}={_word(value)}"
+        for key, value in sorted(first.changes.items())
+        if key != "train.epochs"
+    ]
     name = f"{method_label(first.config)}, {first.config.model.name}"
     return ", ".join([name, *changed])
 
@@ -107,12 +114,13 @@ def _word(value: Any) -> str:
 
 def _anytime(groups: Groups) -> str:
     exits = max(len(group[0].metrics) for group in groups)
-    rows = []
+    rows, said = [], set()
     for group in groups:
         top1 = np.array([[100 * score.top1 for score in run.metrics] for run in group])
         cells = [with_spread(column) for column in top1.T]
         rows.append([label(group), str(group[0].config.train.epochs), str(len(group)), *_filled(cells, exits)])
-        paper = _paper(group)
+        paper = [] if group[0].config.recipe in said else _paper(group)
+        said.add(group[0].config.recipe)
         if paper:
             rows.append([f"the paper's {method_label(group[0].config)}", *paper[:1], "", *_filled(paper[1:], exits)])
     return to_markdown(["every exit on all test images", "epochs", "seeds", *_numbers(exits)], rows)
@@ -207,7 +215,11 @@ def _picture(section: Section, out: Path) -> str:
     ]
     panels = Panels(section.name, section.title, [partial(draw_accuracy, drawn, "q")], "wide")
     save(panels, out.with_suffix(""))
-    return f"![Accuracy against mean mul-adds per image]({out.stem}/{section.name}.png)\n"
+    about = (
+        "Lines: images leave early, thresholds by the paper's rule; bands: one standard deviation over seeds. "
+        "Rings: one exit for all images. Crosses: what the paper reports, for as many epochs as the tables say."
+    )
+    return f"![Accuracy against mean mul-adds per image]({out.stem}/{section.name}.png)\n\n{about}\n"
 
 
 def command(group: Sequence[StoredRun]) -> str:
