@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from offramp.cli_options import AsJson, Device, numbers, say
+from offramp.cli_options import AsJson, BundlePath, Device, numbers, say
 from offramp.console import print_table
 
 bench = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
@@ -84,7 +83,7 @@ def bench_infer_command(
 
 @bench.command("serve")
 def bench_serve_command(
-    bundle: Annotated[Path, typer.Argument(help="A bundle folder.")],
+    bundle: BundlePath,
     seconds: Annotated[float, typer.Option(help="How long to load the server.")] = 30.0,
     clients: Annotated[int, typer.Option(help="Connections, each with one request at a time.")] = 64,
     as_json: AsJson = False,

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from offramp.cli_options import Budget, Device, Settings, say
+from offramp.cli_options import Budget, BundlePath, Device, Settings, say
 from offramp.console import print_table
 
 verbs = typer.Typer()
@@ -15,7 +15,9 @@ verbs = typer.Typer()
 
 @verbs.command()
 def export(
-    run: Annotated[str, typer.Argument(help="A run that was evaluated and calibrated, or a torch bundle.")],
+    run: Annotated[
+        str, typer.Argument(help="A run that was evaluated and calibrated, a torch bundle, or msdnet5-cifar100.")
+    ],
     out: Annotated[Path, typer.Option(help="The bundle's folder; it must not be there yet.")],
     policy: Annotated[Path | None, typer.Option(help="A policy file; default: RUN/policy.json.")] = None,
     format: Annotated[str, typer.Option(help="torch, or onnx for boxes without torch.")] = "torch",
@@ -37,7 +39,7 @@ def export(
 
 @verbs.command("serve")
 def serve_command(
-    bundle: Annotated[Path, typer.Argument(help="A bundle folder.")],
+    bundle: BundlePath,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes any that is free.")] = 8000,
     batch: Annotated[int, typer.Option(help="Images that a stage runs together at most.")] = 64,
@@ -94,7 +96,7 @@ def fit_command(
 
 @verbs.command("predict")
 def predict_command(
-    bundle: Annotated[Path, typer.Argument(help="A bundle folder.")],
+    bundle: BundlePath,
     images: Annotated[list[str], typer.Argument(help="Files, folders, globs, or - for a list on standard input.")],
     budget: Budget = None,
     q: Annotated[float | None, typer.Option(help="The bundle's policy nearest to this q.")] = None,
