@@ -94,6 +94,27 @@ def test_what_was_tuned_shows_no_test_numbers(results: Path, tmp_path: Path) -> 
     assert not any(f"{100 * s.top1:.2f}" in text for run in stored_runs(results) for s in run.metrics[:1])
 
 
+def test_two_settings_are_compared_on_the_calibration_split_and_by_their_weights(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = write_page(results, tmp_path / "page.md").read_text()
+    assert "on the calibration split |" not in one and "spread of the weights" not in one  # there is nothing to choose
+    run = write_run(tmp_path / "runs/other", "digits-learned", 0, 1.1)
+    config = json.loads((run / "config.json").read_text())
+    config["weighting"]["interval"] = 4
+    (run / "config.json").write_text(json.dumps(config))
+    assert call(monkeypatch, "results", "keep", run, "--into", results / "1-main") == 0
+    text = write_page(results, tmp_path / "page.md").read_text()
+    assert "on the calibration split |" in text and "learned weights, msdnet-tiny, calibration=400, interval=4" in text
+    with np.load(run / "samples/epoch-0003.npz") as samples:
+        spread = samples["weights"].std(0)
+    assert next(r for r in stored_runs(results) if r.changes.get("weighting.interval") == 4).spread == pytest.approx(
+        spread, abs=1e-4
+    )
+    assert f"| {spread[0]:.2f} | {spread[1]:.2f} | {spread[2]:.2f} |" in text
+    assert [r.spread for r in stored_runs(results) if r.config.weighting.name == "uniform"] == [(), ()]
+
+
 def test_how_often_things_are_saved_decides_nothing() -> None:
     first = load_recipe("digits-baseline").config
     often = with_settings(first, ["train.eval_every=7", "train.save_seconds=1", "seed=3", "data.dir=elsewhere"])

@@ -90,7 +90,7 @@ def _section(section: Section, out: Path) -> str:
         compared = pairs(section.groups)
         parts += [_paired(before, after, section) for before, after in compared]
         if len(compared) > 1:  # what the choice between settings may look at
-            parts.append(_tuned(section))
+            parts += [_tuned(section), _spreads(section.groups)]
         parts.append(_picture(section, out))
     parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.groups))
     return "\n".join(part for part in parts if part)
@@ -201,6 +201,13 @@ def _tuned(section: Section) -> str:
         "mean gained per hundred",
     ]
     return to_markdown(columns, rows)
+
+
+def _spreads(groups: Groups) -> str:
+    """How far the weights learned lie apart; nothing where nobody kept that."""
+    found = [(label(group), np.array([run.spread for run in group if run.spread])) for group in groups]
+    rows = [[name, *(with_spread(column) for column in spreads.T)] for name, spreads in found if len(spreads)]
+    return to_markdown(["spread of the weights", *_numbers(len(rows[0]) - 1)], rows) if rows else ""
 
 
 def _calibration(group: Sequence[StoredRun]) -> np.ndarray:

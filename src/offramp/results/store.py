@@ -5,10 +5,13 @@ Weights, logits and where the data lay stay behind.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from offramp.config import RunConfig, decisive, list_recipes, load_recipe
 from offramp.files import read_json, write_bytes, write_json
@@ -18,6 +21,7 @@ from offramp.report.gather import read_run
 from offramp.runs import CONFIG, METRICS, read_config, read_metrics
 
 CURVES = "curves.json"
+WEIGHTS = "weights.json"
 ENVIRONMENT = "environment.json"
 FACTS = ("python", "packages", "device")  # not where things lay on the machine
 
@@ -32,6 +36,7 @@ class StoredRun:
     log: list[dict[str, Any]]
     curves: dict[str, Curve]
     device: str
+    spread: tuple[float, ...] = ()  # standard deviation of the weights learned, at every exit, in the last epoch
 
     @property
     def metrics(self) -> tuple[ExitScore, ...]:
@@ -89,7 +94,14 @@ def keep_run(run: Path, into: Path) -> Path:
         for family, own in data.curves.items()
     }
     write_json(target / CURVES, {"schema": 1, "curves": curves})
+    if data.samples is not None and data.config.weighting.name == "learned":
+        write_json(target / WEIGHTS, {"schema": 1, "spread": spread_of(data.samples)})
     return target
+
+
+def spread_of(samples: Mapping[str, np.ndarray]) -> list[float]:
+    """How far the weights of training samples differ at every exit: their standard deviation."""
+    return [round(float(sd), 4) for sd in samples["weights"].std(0)]
 
 
 def stored_name(config: RunConfig) -> str:
@@ -112,7 +124,10 @@ def read_stored(folder: Path) -> StoredRun:
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} is not what was kept of a run") from error
     device = read_json(folder / ENVIRONMENT).get("device", "") if (folder / ENVIRONMENT).is_file() else ""
-    return StoredRun(folder, read_config(folder), read_summary(folder), read_metrics(folder), curves, str(device))
+    spread = read_json(folder / WEIGHTS)["spread"] if (folder / WEIGHTS).is_file() else ()
+    return StoredRun(
+        folder, read_config(folder), read_summary(folder), read_metrics(folder), curves, str(device), tuple(spread)
+    )
 
 
 def stored_runs(folder: Path) -> list[StoredRun]:
