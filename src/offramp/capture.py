@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,7 @@ class Stepper:
 
     def _record(self, images: Tensor, labels: Tensor, step: int) -> Recorded:
         """Run a few steps for their side effects on libraries, undo them, and record one."""
+        _say_why_it_takes_a_while()
         images, labels = images.clone(memory_format=torch.preserve_format), labels.clone()
         draws, before = generator_states(self.device), {k: t.clone() for k, t in self._tensors().items()}
         stream, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
@@ -107,6 +109,11 @@ class Stepper:
         own |= {f"weighting|{name}": tensor for name, tensor in self.method.weighting.tensors().items()}
         own |= {f"param|{name}": param.detach() for name, param in self.module.named_parameters()}
         return own | {f"buffer|{name}": buffer for name, buffer in self.module.named_buffers()}
+
+
+@cache
+def _say_why_it_takes_a_while() -> None:
+    log.info("recording the training step; where it never ran, its kernels are compiled first, for about a minute")
 
 
 class NotCapturable(Exception):
