@@ -12,8 +12,10 @@ from conftest import call
 from offramp import create_model, exit_costs, load_model
 from offramp.bundle import all_logits, load_bundle, read_golden
 from offramp.bundle_eval import evaluate_bundle
+from offramp.calibrate import calibrate_run
 from offramp.confidence import answers
 from offramp.export import drawn_images, export_run
+from offramp.models.describe import describe
 from offramp.models.store import read_tensors
 from offramp.outputs import read_outputs, read_summary
 from offramp.policy import outcome, read_policies
@@ -101,9 +103,9 @@ def test_a_bundle_is_tried_on_data(
     assert call(monkeypatch, "eval", torch_bundle) == 2
     assert "say which data set to try it on" in capsys.readouterr().err
     assert call(monkeypatch, "eval", run, "--data", "digits") == 2
-    assert "--data is for bundles" in capsys.readouterr().err
-    assert call(monkeypatch, "eval", torch_bundle, "--data", "digits") == 0
-    assert "under its policy" in " ".join(capsys.readouterr().out.split())
+    assert "--data and --set are for bundles" in capsys.readouterr().err
+    assert call(monkeypatch, "eval", torch_bundle, "--data", "digits", "--set", "data.test=40") == 0
+    assert "on 40 test images" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(ValueError, match="does not know the classes of digits"):
         evaluate_bundle("msdnet5-cifar100", "digits", device="cpu")
 
@@ -120,8 +122,16 @@ def test_mistakes_are_sentences(tiny: Path, tmp_path: Path, monkeypatch: pytest.
         create_model("tiny-digits", num_classes=3, pretrained=True)
     with pytest.raises(ValueError, match=r"comes trained; in Python: create_model\('tiny-digits', pretrained=True\)"):
         create_model("tiny-digits")
-    with pytest.raises(ValueError, match="is not a bundle"):
+    with pytest.raises(ValueError, match="bundle 'tiny' is unknown; did you mean 'tiny-digits'"):
         load_bundle("tiny")
+    with pytest.raises(ValueError, match="is not a bundle"):
+        load_bundle(tmp_path)
+    with pytest.raises(ValueError, match="is a bundle, which holds its policies already"):
+        calibrate_run("tiny-digits")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny-digits").mkdir()  # an empty folder of that name is no bundle
+    assert load_bundle("tiny-digits", device="cpu").folder == tiny
+    assert [e["mul_adds"] for e in describe("tiny-digits")["exits"]] == list(load_bundle(tiny).costs)
     monkeypatch.setattr("offramp.pretrained.FOLDER", tmp_path / "nothing")
     with pytest.raises(ValueError, match="no network comes trained with this version"):
         create_model("tiny-digits", pretrained=True)

@@ -81,7 +81,10 @@ def test_the_page_is_written_from_what_is_kept(results: Path, tmp_path: Path, mo
         assert " ".join(f"{100 * s.top1:.2f}" for s in run.metrics) in text
     assert "learned weights, msdnet-tiny" in text and "Digits." in text
     assert "against it: exit 1 (+0.00 ± 0.00)." in text  # these runs differ only behind the first exit
-    assert "offramp train digits-learned --out RUNS --set data.calibration=400 --seeds 0,1" in text
+    assert (
+        "offramp train digits-learned --out RUNS/digits-learned-calibration=400 --set data.calibration=400 --seeds"
+        in text
+    )
     assert (tmp_path / "docs/results/1-main.png").stat().st_size > 5000 and "results/1-main.png" in text
     write_page(results, out)
     assert out.read_text() == text  # nothing but what is kept decides

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from offramp.bundle import MANIFEST, Bundle, load_bundle
+from offramp.bundle import Bundle, load_bundle
 from offramp.choices import unknown
 from offramp.console import progress
 from offramp.packing import SIZES, measure_packing, tuned_packing
 from offramp.planned import Planned, plan_exits
 from offramp.policy import Policy
 from offramp.pool import Pool, Ticket
-from offramp.pretrained import bundle_folder
+from offramp.pretrained import is_bundle
 from offramp.runs import CONFIG
 from offramp.runtime import Engine, Packing, Runtime, State, copied, wait
 from offramp.shares import exit_counts
@@ -70,7 +70,7 @@ def subject_of(source: str, kind: str | None = None, device: str = "auto") -> tu
     """A bundle, or a network by name with fresh params on the engine asked for (torch unless told otherwise)."""
     if (Path(source) / CONFIG).is_file():
         raise ValueError(f"{source} is a run or model folder; make a bundle of the run first: offramp export")
-    if (bundle_folder(source) / MANIFEST).is_file():
+    if is_bundle(source):
         bundle = load_bundle(source, device=device, own_process=True)
         whole = _whole_torch(bundle.engine) if bundle.format == "torch" else _all_stages(bundle.engine)
         if kind not in (None, bundle.format):

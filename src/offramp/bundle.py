@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from offramp.choices import unknown
 from offramp.files import read_json
 from offramp.images import Preprocessing, UnreadableImage, read_image, upright_rgb
 from offramp.packing import cached_packing
 from offramp.policy import Policies, Policy, check_budget, read_policies
-from offramp.pretrained import bundle_folder
+from offramp.pretrained import MANIFEST, bundle_folder, pretrained_names
 from offramp.result import ExitResult
 from offramp.runtime import Engine, Runtime
 
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 SCHEMA = 1
 FORMATS = ("torch", "onnx")
-MANIFEST, MODEL, POLICY, WEIGHTS, GOLDEN = "bundle.json", "model.json", "policy.json", "model.safetensors", "golden.npz"
+MODEL, POLICY, WEIGHTS, GOLDEN = "model.json", "policy.json", "model.safetensors", "golden.npz"
 GOLDEN_TOLERANCE = 1e-3  # of logits, whose size is about ten
 
 
@@ -161,11 +162,6 @@ def _opened(value: Any) -> Image.Image:
     return upright_rgb(value) if isinstance(value, Image.Image) else read_image(value)
 
 
-def is_bundle(source: str | Path) -> bool:
-    """Whether this is a bundle's folder or the name of a network that comes trained."""
-    return (bundle_folder(source) / MANIFEST).is_file()
-
-
 def load_bundle(
     path: str | Path, *, device: str = "auto", threads: int | None = None, own_process: bool = False
 ) -> Bundle:
@@ -207,6 +203,8 @@ def manifest_digest(manifest: dict[str, Any]) -> str:
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
     if not (folder / MANIFEST).is_file():
+        if not folder.exists():
+            raise ValueError(unknown("bundle", str(folder), pretrained_names()))
         raise ValueError(f"{folder} is not a bundle: it has no {MANIFEST}; make one with: offramp export")
     manifest = read_json(folder / MANIFEST)
     known = isinstance(manifest, dict) and isinstance(manifest.get("files"), dict)

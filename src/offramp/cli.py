@@ -76,7 +76,7 @@ def models(as_json: AsJson = False) -> None:
 
 @app.command()
 def info(
-    name: Annotated[str, typer.Argument(help="A model's name, or a model or run folder.")],
+    name: Annotated[str, typer.Argument(help="A model's name, or the folder of a model, a run or a bundle.")],
     num_classes: Annotated[int | None, typer.Option(help="Default: the model's own.")] = None,
     image_size: Annotated[int | None, typer.Option(help="Side of the images in pixels.")] = None,
     lazy: Annotated[bool, typer.Option(help="Count what the lazy schedule runs before each exit.")] = False,
@@ -144,26 +144,31 @@ def evaluate(
     run: Annotated[str, typer.Argument(help="A finished run folder; or a bundle, or a network that comes trained.")],
     data: Annotated[str | None, typer.Option(help="For a bundle: the data set to try it on, cifar100 say.")] = None,
     data_dir: DataDir = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="For a bundle: a setting of the data.")
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Evaluate every exit of a run on its calibration and test splits, and save the logits.
 
     Of a bundle, nothing is saved: offramp eval msdnet5-cifar100 --data cifar100 --data-dir D
     """
-    from offramp.bundle import is_bundle
+    from offramp.pretrained import is_bundle
     from offramp.tables import anytime_table, bundle_table
 
     if is_bundle(run):
         from offramp.bundle_eval import evaluate_bundle
+        from offramp.config import RunConfig, with_settings
 
         if data is None:
             raise ValueError(f"{run} is a bundle; say which data set to try it on: --data cifar100, for example")
-        print_table(*bundle_table(run, evaluate_bundle(run, data, data_dir=data_dir, device=device)))
+        own = with_settings(RunConfig(), [f"data.name={data}", *(settings or [])]).data
+        print_table(*bundle_table(run, evaluate_bundle(run, data, data_dir=data_dir, device=device, **own.options())))
         return
     from offramp.evaluate import evaluate_run
 
-    if data is not None:
-        raise ValueError("a run is evaluated on its own data; --data is for bundles")
+    if data is not None or settings:
+        raise ValueError(f"{run} is no bundle; a run is evaluated on its own data, --data and --set are for bundles")
     print_table(*anytime_table(evaluate_run(run, data_dir=data_dir, device=device)))
     say(f"saved: {Path(run) / 'eval'}\nnext: offramp calibrate {run}, or offramp report {run}")
 

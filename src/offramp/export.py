@@ -19,7 +19,6 @@ from offramp import __version__
 from offramp.bundle import (
     FORMATS,
     GOLDEN,
-    MANIFEST,
     MODEL,
     POLICY,
     SCHEMA,
@@ -28,7 +27,6 @@ from offramp.bundle import (
     bundled_model,
     checked,
     compare_golden,
-    is_bundle,
     load_bundle,
     read_golden,
     sha256,
@@ -44,7 +42,7 @@ from offramp.models.fold import folded
 from offramp.models.store import load_model, write_tensors
 from offramp.outputs import read_outputs, read_summary
 from offramp.policy import Policies, read_policies, write_policies
-from offramp.pretrained import bundle_folder
+from offramp.pretrained import MANIFEST, bundle_folder, is_bundle
 
 GOLDEN_IMAGES = 8
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from offramp.build import fit_to_data, new_model
-from offramp.bundle import FORMATS, MANIFEST
+from offramp.bundle import FORMATS
 from offramp.calibrate import PolicyRequest, calibrate_run
 from offramp.choices import unknown
 from offramp.config import RunConfig, load_recipe, with_settings
@@ -25,6 +25,7 @@ from offramp.images import UnreadableImage, read_image
 from offramp.models.cost import exit_costs
 from offramp.outputs import EVAL, SUMMARY
 from offramp.policy import check_budget
+from offramp.pretrained import is_bundle
 from offramp.report.write import Report, write_report
 from offramp.train import train_run
 
@@ -69,7 +70,7 @@ def _refuse_mistakes(source: str, out: Path, bundle: Path, format: str) -> None:
     """What would only be found out after training is found out before."""
     if format not in FORMATS:
         raise ValueError(unknown("bundle format", format, FORMATS))
-    if bundle.exists() and not (bundle / MANIFEST).is_file():
+    if bundle.exists() and not is_bundle(bundle):
         raise ValueError(f"{bundle} is there and is not a bundle; choose another --out")
     if Path(source).is_dir() and out.resolve().is_relative_to(Path(source).resolve()):
         raise ValueError(f"{out} lies inside {source}; choose an --out outside the images")

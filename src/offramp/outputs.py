@@ -14,6 +14,7 @@ import numpy as np
 
 from offramp.files import read_json
 from offramp.images import Preprocessing
+from offramp.pretrained import is_bundle
 
 EVAL = "eval"
 SUMMARY = "eval.json"
@@ -90,6 +91,8 @@ def read_summary(run: str | Path) -> EvalSummary:
     """The summary that `offramp eval` wrote."""
     path = Path(run) / EVAL / SUMMARY
     if not path.is_file():
+        if is_bundle(run):
+            raise ValueError(f"{run} is a bundle, which holds its policies already; this needs a run")
         raise ValueError(f"{run} has not been evaluated; run: offramp eval {run}")
     try:
         found = EvalSummary.from_json(read_json(path))

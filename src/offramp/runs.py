@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offramp import __version__
 from offramp.config import RunConfig
 from offramp.files import read_json, write_bytes, write_json
 
@@ -114,11 +115,11 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Versions, device and git state, so that a result can be traced."""
     from offramp.device import device_name
 
-    packages = ("offramp", "torch", "torchvision", "numpy", "safetensors", "scikit-learn")
+    packages = ("torch", "torchvision", "numpy", "safetensors", "scikit-learn")
     return {
         "python": sys.version.split()[0],
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in packages},
+        "packages": {"offramp": __version__, **{name: _version(name) for name in packages}},
         "device": device_name(device),
         "git": _git_state(),
         "command": sys.argv[1:],

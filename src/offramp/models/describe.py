@@ -8,11 +8,24 @@ from typing import Any
 
 import torch
 
+from offramp.bundle import MODEL
 from offramp.config import parse_setting
+from offramp.files import read_json
 from offramp.models.cost import exit_costs
 from offramp.models.exits import ModelSpec
 from offramp.models.registry import create_model, override_names
-from offramp.models.store import CONFIG, read_spec
+from offramp.models.store import CONFIG, parse_spec, read_spec
+from offramp.pretrained import bundle_folder, is_bundle
+
+
+def _spec(name: str) -> ModelSpec:
+    """What is in a model, a run or a bundle's folder, or comes trained; else a model of that name."""
+    if (Path(name) / CONFIG).is_file():
+        return read_spec(name)
+    if is_bundle(name):
+        path = bundle_folder(name) / MODEL
+        return parse_spec(read_json(path)["model"], path)
+    return ModelSpec(name, 0)
 
 
 def describe(
@@ -23,7 +36,7 @@ def describe(
     settings: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The model's name, its number of classes and its exits' cumulative costs, ready for JSON."""
-    spec = read_spec(name) if (Path(name) / CONFIG).is_file() else ModelSpec(name, 0)
+    spec = _spec(name)
     asked = {"image_size": image_size, "schedule": schedule}
     allowed = override_names(spec.name)
     overrides = {**spec.overrides, **dict(map(parse_setting, settings))}

@@ -36,6 +36,7 @@ def accuracy_against_cost(groups: Sequence[Group], family: str = "q") -> Panels:
 
 def draw_accuracy(groups: Sequence[Group], family: str, axes: Axes) -> None:
     """Lines of budgeted accuracy with their spread, rings at the exits, crosses at the paper's."""
+    known = []  # the paper's rows that were drawn
     for group in groups:
         top1 = 100 * group.top1().mean(0)
         costs = np.array(group.costs) / M
@@ -49,10 +50,11 @@ def draw_accuracy(groups: Sequence[Group], family: str, axes: Axes) -> None:
                 axes.fill_between(grid, *band, color=group.colour, alpha=0.18, linewidth=0)
         label = None if found is not None else group.label
         axes.plot(costs, top1, "o", color=group.colour, markerfacecolor="none", markeredgewidth=1.6, label=label)
-        if group.paper_top1:
+        if group.paper_top1 and group.paper_top1 not in known:
             axes.plot(costs, group.paper_top1, "x", color=group.colour, alpha=0.55, markersize=6)
+            known.append(group.paper_top1)
     axes.plot([], [], "o", color=INK, markerfacecolor="none", markeredgewidth=1.6, label="one exit for all images")
-    if any(group.paper_top1 for group in groups):
+    if known:
         axes.plot([], [], "x", color=INK, markersize=6, label="the paper's")
     axes.set_xlabel("mean mul-adds per image, millions")
     axes.set_ylabel("top-1, %")

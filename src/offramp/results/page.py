@@ -24,7 +24,7 @@ from offramp.report.figures import draw_accuracy
 from offramp.report.gather import COLOURS, Group, RunData, by_configuration, method_label
 from offramp.results.claim import all_else, differences, pairs, verdict
 from offramp.results.price import baseline_epochs
-from offramp.results.store import StoredRun, stored_runs
+from offramp.results.store import StoredRun, stored_name, stored_runs
 from offramp.tables import to_markdown, with_spread
 
 SECTION = "section.toml"
@@ -73,7 +73,10 @@ def write_page(results: Path, out: Path) -> Path:
         f"# Results\n\nWritten by `offramp results page {results.name} --out {out.parent.name}/{out.name}` from what "
         f"is kept of each run in `{results.name}/`: settings, log, evaluation summary and budgeted curves. Accuracies "
         "are top-1 in %; ± is one standard deviation over seeds, in differences one standard error. Thresholds of "
-        "budgeted numbers come from the calibration split by the paper's rule.\n"
+        "budgeted numbers come from the calibration split by the paper's rule; where a curve of such policies ends "
+        "below a budget, its end counts. Runs share a GPU, so what training costs is not read off their clocks: "
+        "*baseline epochs* follow from how many steps train the weight net, and from the measured ratio of such a step "
+        "to a conventional one.\n"
     )
     parts = [intro, *(_section(section, out) for section in sections), _all_runs(sections)]
     write_bytes(out, "\n".join(parts).encode())
@@ -236,7 +239,8 @@ def command(group: Sequence[StoredRun]) -> str:
     seeds = ",".join(str(run.config.seed) for run in group)
     data = "" if first.config.data.name == "digits" else " --data-dir DATA"
     recipe = first.config.recipe if first.config.recipe in list_recipes() else f"{first.config.recipe or 'RECIPE'}.toml"
-    return f"offramp train {recipe}{data} --out RUNS{settings} --seeds {seeds}"
+    out = stored_name(first.config).removesuffix(f"-seed={first.config.seed}")
+    return f"offramp train {recipe}{data} --out RUNS/{out}{settings} --seeds {seeds}"
 
 
 def _with_others(together: int) -> str:
