@@ -14,6 +14,7 @@ from offramp.bundle import all_logits, load_bundle, read_golden
 from offramp.bundle_eval import evaluate_bundle
 from offramp.calibrate import calibrate_run
 from offramp.confidence import answers
+from offramp.data import load_dataset
 from offramp.export import drawn_images, export_run
 from offramp.models.describe import describe
 from offramp.models.store import read_tensors
@@ -54,6 +55,8 @@ def test_verbs_know_its_name(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert pretrained_names() == ["tiny-digits"]
+    assert call(monkeypatch, "models") == 0
+    assert "tiny-digits comes trained" in capsys.readouterr().out
     assert call(monkeypatch, "export", "tiny-digits", "--out", tmp_path / "onnx", "--format", "onnx") == 0
     images = np.random.default_rng(0).integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
     first, second = (load_bundle(source, device="cpu")(images) for source in ("tiny-digits", tmp_path / "onnx"))
@@ -90,10 +93,10 @@ def test_a_bundle_is_tried_on_data(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Every exit scores as the run's evaluation says; the policy as saved logits say it would."""
-    data = read_config(run).data.options()
+    data = load_dataset("digits", **read_config(run).data.options())
     saved, policy = read_outputs(run, "test"), load_bundle(torch_bundle).policies.policy
     for folder in (torch_bundle, onnx_bundle):
-        score = evaluate_bundle(folder, "digits", device="cpu", **data)
+        score = evaluate_bundle(load_bundle(folder, device="cpu"), data)
         np.testing.assert_allclose(score.exits, [s.top1 for s in read_summary(run).exits["test"]])
         expected = outcome(
             answers(saved.logits, saved.labels), policy.thresholds, read_policies(run / "policy.json").costs
@@ -106,8 +109,15 @@ def test_a_bundle_is_tried_on_data(
     assert "--data and --set are for bundles" in capsys.readouterr().err
     assert call(monkeypatch, "eval", torch_bundle, "--data", "digits", "--set", "data.test=40") == 0
     assert "on 40 test images" in " ".join(capsys.readouterr().out.split())
+    assert call(monkeypatch, "eval", torch_bundle, "--data", "digits", "--set", "train.epochs=1") == 2
+    assert "only settings of the data count here" in capsys.readouterr().err
+    assert call(monkeypatch, "eval", torch_bundle, "--data", "digit") == 2
+    assert "cifar100" in capsys.readouterr().err
     with pytest.raises(ValueError, match="does not know the classes of digits"):
-        evaluate_bundle("msdnet5-cifar100", "digits", device="cpu")
+        evaluate_bundle(load_bundle("msdnet5-cifar100", device="cpu"), data)
+    data.mean = (0.1, 0.2, 0.3)
+    with pytest.raises(ValueError, match="prepares images in another way than digits"):
+        evaluate_bundle(load_bundle(torch_bundle, device="cpu"), data)
 
 
 def test_a_bundle_without_images_of_the_data(run: Path, tmp_path: Path) -> None:
@@ -132,6 +142,9 @@ def test_mistakes_are_sentences(tiny: Path, tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "tiny-digits").mkdir()  # an empty folder of that name is no bundle
     assert load_bundle("tiny-digits", device="cpu").folder == tiny
     assert [e["mul_adds"] for e in describe("tiny-digits")["exits"]] == list(load_bundle(tiny).costs)
+    (tiny / "model.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"damaged: model.json is not the file"):
+        describe("tiny-digits")
     monkeypatch.setattr("offramp.pretrained.FOLDER", tmp_path / "nothing")
     with pytest.raises(ValueError, match="no network comes trained with this version"):
         create_model("tiny-digits", pretrained=True)

@@ -153,7 +153,14 @@ def test_mistakes_are_sentences(results: Path, tmp_path: Path) -> None:
         write_page(results, tmp_path / "page.md")
     with pytest.raises(ValueError, match="holds no sections"):
         write_page(tmp_path / "nowhere", tmp_path / "page.md")
-    broken = next(results.rglob("curves.json"))
-    broken.write_text(json.dumps({"curves": {"q": 1}}))
-    with pytest.raises(ValueError, match="is not what was kept"):
-        read_stored(broken.parent)
+    for name, text in (
+        ("weights.json", {"spread": 1}),
+        ("environment.json", []),
+        ("curves.json", {"curves": {"q": 1}}),
+    ):
+        broken = next(results.rglob(name))
+        before = broken.read_text()
+        broken.write_text(json.dumps(text))
+        with pytest.raises(ValueError, match="is not what was kept"):
+            read_stored(broken.parent)
+        broken.write_text(before)

@@ -31,7 +31,6 @@ from offramp.shares import exit_counts
 from offramp.tables import Table
 
 POOLED_IMAGES = 4096  # about so many through the pool to fill it, and as many again to time it
-WARM_UP = 2
 
 
 @dataclass(frozen=True)
@@ -268,24 +267,32 @@ def _row(clock: _Clock, name: str, shares: Sequence[float], packing: Packing | N
     policy = Policy("planned", None, (0.5,) * (exits - 1), 0.0, tuple(shares), 0.0)
     runtime = Runtime(planned, policy, (1,) * exits, packing)
     calls = max(clock.repeats, 64 // batch)
-    wholes, ideals, own = [], [], []
-    for at, plan in enumerate(_plans(batch, calls + WARM_UP, shares)):
+
+    def turn(plan: np.ndarray) -> tuple[float, float, float]:
         planned.plan = plan
-        sizes = [int((plan >= k).sum()) for k in range(1, exits + 1)]
         with clock.engine.active():
-            stages = [clock.stage(k, size) for k, size in enumerate(sizes, 1) if size]
-            ideals.append(sum(timed_ms(stage) for stage in stages))
-        own.append(timed_ms(lambda: runtime(clock.images)))
-        if at < clock.repeats + WARM_UP:
-            wholes.append(timed_ms(lambda: clock.whole(clock.images)))
+            stages = [clock.stage(k, size) for k, size in enumerate(_sizes(plan, exits), 1) if size]
+            ideal = sum(timed_ms(stage) for stage in stages)
+        return ideal, timed_ms(lambda: runtime(clock.images)), timed_ms(lambda: clock.whole(clock.images))
+
+    plans = _plans(batch, calls, shares)
+    new = {_sizes(plan, exits): plan for plan in plans}  # for sizes never seen an engine may prepare itself first
+    for plan in [*new.values(), plans[0]]:
+        turn(plan)
+    ideals, own, wholes = zip(*map(turn, plans), strict=True)
     middle = np.median if batch >= 32 else np.mean  # small batches differ in what they have to do
-    whole, ideal, ours = (float(middle(times[WARM_UP:])) for times in (wholes, ideals, own))
+    ideal, ours, whole = (float(middle(times)) for times in (ideals, own, wholes))
     pooled, full = _pooled_ms(clock, planned, policy, shares)
-    p50, p95, p99 = (float(np.percentile(own[WARM_UP:], p)) for p in (50, 95, 99))
+    p50, p95, p99 = (float(np.percentile(own, p)) for p in (50, 95, 99))
     return InferBench(
         batch, name, whole, ideal, ours, p50, p95, p99, 1e3 * batch / ours, whole / ours, ideal / ours,
         1e3 / pooled, whole / batch / pooled, full / pooled,
     )  # fmt: skip
+
+
+def _sizes(plan: np.ndarray, exits: int) -> tuple[int, ...]:
+    """How many samples each stage runs."""
+    return tuple(int((plan >= k).sum()) for k in range(1, exits + 1))
 
 
 def _plans(batch: int, calls: int, shares: Sequence[float]) -> np.ndarray:

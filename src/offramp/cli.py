@@ -71,7 +71,7 @@ def models(as_json: AsJson = False) -> None:
         return
     print_table("Models", ["name", "about"], [[name, model_entry(name).about] for name in list_models()])
     for name in pretrained_names():
-        say(f"{name} comes trained: predict, serve, eval, export and bench infer take its name for a bundle")
+        say(f"{name} comes trained: predict, serve, eval, export, info and bench take its name for a bundle")
 
 
 @app.command()
@@ -153,24 +153,31 @@ def evaluate(
 
     Of a bundle, nothing is saved: offramp eval msdnet5-cifar100 --data cifar100 --data-dir D
     """
+    from offramp.evaluate import evaluate_run
     from offramp.pretrained import is_bundle
-    from offramp.tables import anytime_table, bundle_table
+    from offramp.tables import anytime_table
 
     if is_bundle(run):
-        from offramp.bundle_eval import evaluate_bundle
-        from offramp.config import RunConfig, with_settings
-
-        if data is None:
-            raise ValueError(f"{run} is a bundle; say which data set to try it on: --data cifar100, for example")
-        own = with_settings(RunConfig(), [f"data.name={data}", *(settings or [])]).data
-        print_table(*bundle_table(run, evaluate_bundle(run, data, data_dir=data_dir, device=device, **own.options())))
+        _evaluate_bundle(run, data, data_dir, settings or [], device)
         return
-    from offramp.evaluate import evaluate_run
-
     if data is not None or settings:
         raise ValueError(f"{run} is no bundle; a run is evaluated on its own data, --data and --set are for bundles")
     print_table(*anytime_table(evaluate_run(run, data_dir=data_dir, device=device)))
     say(f"saved: {Path(run) / 'eval'}\nnext: offramp calibrate {run}, or offramp report {run}")
+
+
+def _evaluate_bundle(bundle: str, data: str | None, data_dir: Path | None, settings: list[str], device: str) -> None:
+    from offramp.bundle import load_bundle
+    from offramp.bundle_eval import evaluate_bundle
+    from offramp.config import data_config
+    from offramp.data import load_dataset
+    from offramp.tables import bundle_table
+
+    if data is None:
+        raise ValueError(f"{bundle} is a bundle; say which data set to try it on: --data cifar100, for example")
+    own = data_config(data, settings)
+    images = load_dataset(own.name, data_dir=data_dir or own.dir, **own.options())
+    print_table(*bundle_table(bundle, evaluate_bundle(load_bundle(bundle, device=device, own_process=True), images)))
 
 
 @app.command()

@@ -264,6 +264,15 @@ def with_settings(config: RunConfig, settings: Iterable[str]) -> RunConfig:
     return parse(RunConfig, table)
 
 
+def data_config(name: str, settings: Iterable[str]) -> DataConfig:
+    """A data set with `key=value` changes such as `data.download=true`; there is nothing else to be changed."""
+    plain = RunConfig()
+    changed = with_settings(plain, [f"data.name={name}", *settings])
+    if replace(changed, data=plain.data) != plain:
+        raise ValueError("only settings of the data count here, such as data.download=true")
+    return changed.data
+
+
 def decisive(config: RunConfig) -> RunConfig:
     """A configuration without what does not decide the result: seed, place of the data, how often things are saved."""
     plain = TrainConfig()

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from offramp.bundle import MODEL
+from offramp.bundle import MODEL, checked
 from offramp.config import parse_setting
-from offramp.files import read_json
 from offramp.models.cost import exit_costs
 from offramp.models.exits import ModelSpec
 from offramp.models.registry import create_model, override_names
@@ -23,8 +22,8 @@ def _spec(name: str) -> ModelSpec:
     if (Path(name) / CONFIG).is_file():
         return read_spec(name)
     if is_bundle(name):
-        path = bundle_folder(name) / MODEL
-        return parse_spec(read_json(path)["model"], path)
+        folder = bundle_folder(name)
+        return parse_spec(checked(folder)[1].model, folder / MODEL)
     return ModelSpec(name, 0)
 
 

@@ -117,17 +117,19 @@ def _plain(value: Any) -> str:
 
 def read_stored(folder: Path) -> StoredRun:
     """A run that `keep_run` wrote."""
-    path = folder / CURVES
-    kept = read_json(path)
+    kept, known, weights = (_read(folder / name) for name in (CURVES, ENVIRONMENT, WEIGHTS))
     try:
         curves = {name: Curve(tuple(own["mul_adds"]), tuple(own["top1"])) for name, own in kept["curves"].items()}
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not what was kept of a run") from error
-    device = read_json(folder / ENVIRONMENT).get("device", "") if (folder / ENVIRONMENT).is_file() else ""
-    spread = read_json(folder / WEIGHTS)["spread"] if (folder / WEIGHTS).is_file() else ()
-    return StoredRun(
-        folder, read_config(folder), read_summary(folder), read_metrics(folder), curves, str(device), tuple(spread)
-    )
+        spread = tuple(map(float, weights.get("spread", ())))
+        device = str(known.get("device", ""))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder} is not what was kept of a run") from error
+    return StoredRun(folder, read_config(folder), read_summary(folder), read_metrics(folder), curves, device, spread)
+
+
+def _read(path: Path) -> Any:
+    """What a file holds; nothing where there is none, since not every run has everything."""
+    return read_json(path) if path.is_file() else {}
 
 
 def stored_runs(folder: Path) -> list[StoredRun]:

@@ -116,6 +116,57 @@ def _add_product(
     return tl.dot(a, tl.load(w + place, mask=ok, other=0.0), acc, input_precision="ieee")
 
 
+@triton.jit
+def _product(
+    x,
+    w,
+    x2,
+    w2,
+    rows,
+    image,
+    top,
+    left,
+    row_ok,
+    cols,
+    py,
+    px,
+    inner,
+    outer,
+    row_x8,
+    row_x28,
+    row_w8,
+    HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    STRIDE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    PAIR: tl.constexpr,
+    ROOM: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """A tile of x * w (+ x2 * w2): the sum over the taps that its pixels lie under, and over all inner channels."""
+    FOLD: tl.constexpr = STRIDE if TRANSPOSED else 1
+    first_y, count_y = _taps(py, SIZE, FOLD)
+    first_x, count_x = _taps(px, SIZE, FOLD)
+    acc = tl.zeros([BM, BN], tl.float32)
+    for step in range(count_y if ROOM else count_y * count_x * tl.cdiv(inner, BK)):
+        down, tx, channel, deep_ok = _depth(step, first_x, count_x, inner, FOLD, ROOM, BK)
+        ty = first_y + down * FOLD
+        pixel, ok = _under(rows, image, top, left, ty, tx, HEIGHT, WIDTH, SIZE, STRIDE, TRANSPOSED)
+        ok, tap = ok & row_ok[:, None], ty * SIZE + tx
+        acc = _add_product(
+            acc, x, w, row_x8, row_w8, pixel, ok, tap, channel, deep_ok, cols, inner, outer, SIZE * SIZE, TRANSPOSED
+        )  # fmt: skip
+        if PAIR:
+            acc = _add_product(
+                acc, x2, w2, row_x28, row_w8, pixel, ok, tap, channel, deep_ok, cols, inner, outer, SIZE * SIZE,
+                TRANSPOSED,
+            )  # fmt: skip
+    return acc
+
+
 @kernel
 def _conv(
     x,
@@ -160,11 +211,8 @@ def _conv(
     FOLD: tl.constexpr = STRIDE if TRANSPOSED else 1
     program, column, parity = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     py, px = parity // FOLD, parity % FOLD
-    first_y, count_y = _taps(py, SIZE, FOLD)
-    first_x, count_x = _taps(px, SIZE, FOLD)
     cols = column * BN + tl.arange(0, BN)
     col_ok = cols < outer
-    steps = count_y if ROOM else count_y * count_x * tl.cdiv(inner, BK)
     first = tl.zeros([BM, BN], tl.float32)
     second = tl.zeros([BM, BN], tl.float32)
     if SUMS == 2:
@@ -178,20 +226,10 @@ def _conv(
         if FOLD > 1:
             row_ok = row_ok & (top < OUT_HEIGHT) & (left < OUT_WIDTH)
             own = (image * OUT_HEIGHT + top) * OUT_WIDTH + left
-        acc = tl.zeros([BM, BN], tl.float32)
-        for step in range(steps):
-            down, tx, channel, deep_ok = _depth(step, first_x, count_x, inner, FOLD, ROOM, BK)
-            ty = first_y + down * FOLD
-            pixel, ok = _under(rows, image, top, left, ty, tx, HEIGHT, WIDTH, SIZE, STRIDE, TRANSPOSED)
-            ok, tap = ok & row_ok[:, None], ty * SIZE + tx
-            acc = _add_product(
-                acc, x, w, row_x8, row_w8, pixel, ok, tap, channel, deep_ok, cols, inner, outer, SIZE * SIZE, TRANSPOSED
-            )  # fmt: skip
-            if PAIR:
-                acc = _add_product(
-                    acc, x2, w2, row_x28, row_w8, pixel, ok, tap, channel, deep_ok, cols, inner, outer, SIZE * SIZE,
-                    TRANSPOSED,
-                )  # fmt: skip
+        acc = _product(
+            x, w, x2, w2, rows, image, top, left, row_ok, cols, py, px, inner, outer, row_x8, row_x28, row_w8,
+            HEIGHT, WIDTH, SIZE, STRIDE, TRANSPOSED, PAIR, ROOM, BM, BN, BK,
+        )  # fmt: skip
         here = row_ok[:, None] & (cols < row_y8 * 8)[None, :]  # what lies between rows is zero
         if PLUS:
             step_plus = row_plus * 8 if PLUS == IN_EIGHTS else row_plus
