@@ -107,10 +107,18 @@ def test_folding_keeps_the_function_and_removes_every_batchnorm() -> None:
 
 
 class Numbers:
-    """An engine of plain numbers: image i has `sure[k, i]` at exit k + 1; counts what it runs."""
+    """An engine of plain numbers: image i has `sure[k, i]` at exit k + 1; counts what it runs.
 
-    def __init__(self, sure: np.ndarray, delay: float = 0.0) -> None:
+    `ahead`: it may run so many stages before they are judged; each slot holds what was run there last, nothing older.
+    """
+
+    def __init__(self, sure: np.ndarray, ahead: int = 0) -> None:
         self.sure, self.num_exits, self.ran = sure.astype(np.float32), len(sure), []
+        self.ahead, self.slot = ahead, 0
+        self.memory = np.full((ahead + 1, 1000), -1)
+
+    def use(self, slot: int) -> None:
+        self.slot = slot
 
     def active(self) -> Any:
         return nullcontext()
@@ -120,7 +128,9 @@ class Numbers:
 
     def run(self, k: int, state: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         self.ran.append((k, len(state[0])))
-        return state[0], state
+        own = self.memory[self.slot, : len(state[0])]
+        own[:] = state[0]
+        return own, (own,)
 
     def judge(self, k: int, logits: Any) -> tuple[np.ndarray, np.ndarray]:
         return self.sure[k - 1, logits], 10 * k + logits
@@ -228,12 +238,13 @@ def test_measured_packing_has_every_stage_and_size() -> None:
     assert all(ms > 0 for row in (*rule.stage_ms, *rule.pack_ms) for ms in row)
 
 
+@pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("batch", [1, 3, 8, 100])
-def test_a_pool_gives_what_a_batch_gives(batch: int) -> None:
+def test_a_pool_gives_what_a_batch_gives(batch: int, ahead: int) -> None:
     logits = np.random.default_rng(3).normal(size=(3, 60, 5)).astype(np.float32) * 3
     sure = answers(logits, np.zeros(60, np.int64)).confidences
     thresholds = tuple(float(np.median(own)) for own in sure[:-1])
-    pool = Pool(Numbers(sure), policy(*thresholds), batch, wait_s=60.0, guesses=True)
+    pool = Pool(Numbers(sure, ahead), policy(*thresholds), batch, wait_s=60.0, guesses=True)
     found = []
     for begin in range(0, 60, 7):
         rows = np.arange(begin, min(begin + 7, 60))

@@ -43,6 +43,10 @@ class FakeEngine:
     """Reads the answer off the colour; before its exit an image is taken for the class above, without confidence."""
 
     num_exits = len(COSTS)
+    ahead = 0
+
+    def use(self, slot: int) -> None:
+        pass
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s, self.failing = delay_s, False
@@ -222,6 +226,17 @@ def test_a_lone_image_waits_for_nobody(start: Start) -> None:
     began = time.monotonic()
     assert labels(server.send(picture(3, 3))) == [3]
     assert time.monotonic() - began < 10
+
+
+def test_with_a_stage_under_way_everybody_is_answered_once(start: Start) -> None:
+    """As on a GPU, where the next stage runs while the host decides about the last one."""
+    server = start(wait_ms=60_000, batch=4)
+    server.engine.ahead = 1
+    asked = [(at % 10, at % 3 + 1) for at in range(40)]
+    waiting = [server.later(picture(*one)) for one in asked]
+    assert [labels(each.result()) for each in waiting] == [[label] for label, _ in asked]
+    assert labels(server.send(picture(3, 3))) == [3]
+    assert server.service.taken == 0
 
 
 def test_a_few_late_images_are_not_held_up_by_full_early_stages() -> None:

@@ -316,11 +316,13 @@ def _pooled_ms(clock: _Clock, planned: Planned, policy: Policy, shares: Sequence
         count = 0
         while pool.ready():
             count += len(pool.work())
-        wait(clock.engine)
+        look = at % max(1, rounds // 16) == 0
+        if look or at == len(plans) - 1:
+            wait(clock.engine)
         if at < rounds:
             continue
         left, spent = left + count, spent + time.perf_counter() - began  # the pool is in its steady state
-        if at % max(1, rounds // 16) == 0:  # by turns, so that a busy moment hits both
+        if look:  # by turns, so that a busy moment hits both
             with clock.engine.active():
                 stages.append([timed_ms(clock.stage(k, batch)) for k in range(1, exits + 1)])
     reaching = np.cumsum(np.asarray(shares)[::-1])[::-1]

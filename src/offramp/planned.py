@@ -17,7 +17,10 @@ class Planned:
     def __init__(self, engine: Engine) -> None:
         self.engine, self.num_exits = engine, engine.num_exits
         self.plan = np.zeros(0, np.int64)
-        self._now = self.plan
+        self.ahead = engine.ahead
+
+    def use(self, slot: int) -> None:
+        self.engine.use(slot)
 
     def active(self) -> AbstractContextManager[Any]:
         return self.engine.active()
@@ -26,13 +29,12 @@ class Planned:
         return (self.plan, *self.engine.begin(images))
 
     def run(self, k: int, state: State) -> tuple[Any, State]:
-        self._now = state[0]
         logits, after = self.engine.run(k, tuple(state[1:]))
-        return logits, (state[0], *after)
+        return (state[0], logits), (state[0], *after)
 
     def judge(self, k: int, logits: Any) -> tuple[np.ndarray, np.ndarray]:
-        _, labels = self.engine.judge(k, logits)
-        return (self._now == k).astype(np.float32), labels
+        plan, own = logits
+        return (plan == k).astype(np.float32), self.engine.judge(k, own)[1]
 
     def gather(self, k: int, parts: Sequence[tuple[State, np.ndarray]]) -> State:
         plan = np.concatenate([state[0][rows] for state, rows in parts])

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +55,17 @@ class _Part:
     again: bool = False
 
 
+@dataclass(frozen=True)
+class _Running:
+    """A stage (from 0) that was told to run: who is in it, what it will say and leave, rooms to be used again."""
+
+    at: int
+    tickets: list[Ticket]
+    logits: Any
+    state: State
+    again: list[State]
+
+
 class Pool:
     """Queues before each stage, and the rule that says which of them runs next."""
 
@@ -74,11 +86,13 @@ class Pool:
         self.queues: list[deque[_Part]] = [deque() for _ in range(engine.num_exits)]
         self.counts = [0] * engine.num_exits
         self.rooms: list[list[State]] = [[] for _ in range(engine.num_exits)]  # memory to be used again, by stage
+        self.running: deque[_Running] = deque()  # stages that were told to run and not judged yet
+        self._slot = 0
 
     @property
     def waiting(self) -> int:
         """Samples that have not left yet."""
-        return sum(self.counts)
+        return sum(self.counts) + sum(len(stage.tickets) for stage in self.running)
 
     def add(self, images: np.ndarray, tickets: Sequence[Ticket]) -> None:
         """Normalised images [n, 3, h, w], with a ticket each."""
@@ -89,16 +103,21 @@ class Pool:
         self.counts[0] += len(tickets)
 
     def ready(self, flush: bool = False) -> bool:
-        """Whether a stage should run now."""
+        """Whether a stage should be told to run now."""
         return self._next(flush) is not None
 
     def work(self, flush: bool = False) -> list[Left]:
-        """Run one stage on one batch, if one should run; whoever leaves there. With `flush` nobody waits."""
-        at = self._next(flush)
-        if at is None:
-            return []
+        """One batch through one stage; whoever leaves there. With `flush` nobody waits.
+
+        Where the engine allows it, a device has the next stage to run while the host decides about this one.
+        """
         with self.engine.active():
-            return self._run(at)
+            while len(self.running) <= self.engine.ahead:
+                at = self._next(flush)
+                if at is None:
+                    break
+                self._start(at)
+            return self._end(self.running.popleft()) if self.running else []
 
     def due_in(self) -> float:
         """Seconds until somebody has waited long enough for a full batch."""
@@ -106,8 +125,9 @@ class Pool:
         return max(0.0, since + self.wait_s - time.perf_counter())
 
     def tickets(self) -> Iterator[Ticket]:
-        """Whoever waits at any stage."""
-        return (ticket for queue in self.queues for part in queue for ticket in part.tickets)
+        """Whoever waits at any stage or is in one."""
+        waiting = (ticket for queue in self.queues for part in queue for ticket in part.tickets)
+        return chain(waiting, (ticket for stage in self.running for ticket in stage.tickets))
 
     def _next(self, flush: bool) -> int | None:
         """The stage of whoever lost patience; else the deepest full one; else the deepest with a long enough wait."""
@@ -123,20 +143,28 @@ class Pool:
                 return at
         return None
 
-    def _run(self, at: int) -> list[Left]:
+    def _start(self, at: int) -> None:
+        """Tell the engine to run stage `at` (from 0) on a batch of those who wait there."""
         parts = self._take(at)
         tickets = [part.tickets[row] for part, rows in parts for row in rows]
         if not tickets:
-            return []
-        state = self._state(at, parts)
-        logits, state = self.engine.run(at + 1, state)
-        confidences, labels = self.engine.judge(at + 1, logits)
+            return
+        self.engine.use(self._slot)
+        self._slot = (self._slot + 1) % (self.engine.ahead + 1)
+        logits, state = self.engine.run(at + 1, self._state(at, parts))
+        again = [part.state for part, _ in parts if part.again]
+        self.running.append(_Running(at, tickets, logits, state, again))
+
+    def _end(self, stage: _Running) -> list[Left]:
+        """Wait for what a stage says: some leave, the others go on."""
+        at, tickets = stage.at, stage.tickets
+        confidences, labels = self.engine.judge(at + 1, stage.logits)
         leaves, confident = self._leaves(at, tickets, confidences)
         if self.guesses:
             for ticket, label, sure in zip(tickets, labels.tolist(), confidences.tolist(), strict=True):
                 ticket.guesses.append((label, sure))
-        self._go_on(at + 1, state, np.flatnonzero(~leaves), tickets)
-        self.rooms[at] += [part.state for part, _ in parts if part.again]
+        self._go_on(at + 1, stage.state, np.flatnonzero(~leaves), tickets)
+        self.rooms[at] += stage.again
         rows = np.flatnonzero(leaves)
         found = (array[rows].tolist() for array in (labels, confidences, ~confident))
         return [

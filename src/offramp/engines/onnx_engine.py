@@ -64,8 +64,11 @@ class OnnxEngine:
         sources = [s if isinstance(s, bytes) else str(s) for s in stages]
         self.sessions = [ort.InferenceSession(s, options, providers=["CPUExecutionProvider"]) for s in sources]
         self.names = [[i.name for i in session.get_inputs()] for session in self.sessions]
-        self.num_exits = len(self.sessions)
+        self.num_exits, self.ahead = len(self.sessions), 0
         self.measure, self.temperatures = measure, temperatures
+
+    def use(self, slot: int) -> None:
+        pass
 
     def active(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -21,6 +21,8 @@ from torch import Tensor
 from offramp.device import device_name, exact_float32
 from offramp.models.exits import ExitNet, State
 
+SLOTS = 2  # sets of graphs and memory: the device runs one stage while the host decides about another
+STAGED_BYTES = 1 << 16  # larger copies from ordinary memory wait for the device
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)  # batch sizes that are captured; others run in the next larger
 
 
@@ -67,7 +69,13 @@ class TorchEngine:
         self.model = model.to(self.device, dtype).to(memory_format=torch.channels_last).eval()
         self.num_exits = model.num_exits
         self.measure, self.temperatures = MEASURES[measure], temperatures
-        self.graphs = _Graphs(self) if graphs else None
+        self.slots = [_Graphs(self) for _ in range(SLOTS)] if graphs else []
+        self.ahead = max(len(self.slots) - 1, 0)
+        self.graphs = self.slots[0] if graphs else None
+
+    def use(self, slot: int) -> None:
+        if self.slots:
+            self.graphs = self.slots[slot]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -75,12 +83,16 @@ class TorchEngine:
             yield
 
     def begin(self, images: np.ndarray) -> State:
-        tensor = torch.from_numpy(np.ascontiguousarray(images)).to(self.device, non_blocking=True)
+        tensor = torch.from_numpy(np.ascontiguousarray(images))
+        if self.device.type == "cuda" and tensor.nbytes > STAGED_BYTES:
+            tensor = tensor.pin_memory()  # or the copy would wait for all stages that were told to run before it
+        tensor = tensor.to(self.device, non_blocking=True)
         return (tensor.to(self.dtype, memory_format=torch.channels_last),)  # turned on the device, which is faster
 
     def run(self, k: int, state: Any) -> tuple[Any, Any]:
         if self.graphs is not None and len(state[0]) <= BUCKETS[-1]:
-            return self.graphs.run(k, state)
+            own = state[0].graphs if isinstance(state[0], Live) else self.graphs
+            return own.run(k, state)
         logits, state = self.model.step(k, state)
         return self.verdict(k, logits), state
 
@@ -96,23 +108,21 @@ class TorchEngine:
 
     def judge(self, k: int, verdict: Any) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(verdict, Live):
-            assert self.graphs is not None
-            self.wait()
-            verdict = self.graphs.answer(len(verdict))
+            verdict = verdict.answer()
         host = verdict.cpu().numpy()
         return host[0].copy(), host[1].astype(np.int64)
 
     def gather(self, k: int, parts: Sequence[tuple[Any, np.ndarray]]) -> Any:
         (first, rows), count = parts[0], sum(len(own) for _, own in parts)
         if isinstance(first[0], Live):  # the stage's own graph will pack them
-            return (Live(k - 1, rows),)
+            return (Live(first[0].graphs, k - 1, rows),)
         live = self.graphs is not None and count <= BUCKETS[-1]
         room = self.graphs.room(k, first) if self.graphs is not None and live else self.room(first, count)
         begin = 0
         for state, own in parts:
             self.put(state, own, room, begin)
             begin += len(own)
-        return (Live(k - 1, np.arange(count), packed=True),) if live else room
+        return (Live(self.graphs, k - 1, np.arange(count), packed=True),) if self.graphs is not None and live else room
 
     def room(self, state: Any, samples: int) -> State:
         return tuple(_like(t, samples) for t in self._tensors(state))
@@ -124,10 +134,7 @@ class TorchEngine:
 
     def _tensors(self, state: Any) -> State:
         """A state's tensors, wherever they lie."""
-        if not isinstance(state[0], Live):
-            return tuple(state)
-        assert self.graphs is not None
-        return self.graphs.room(state[0].stage + 1)
+        return state[0].tensors() if isinstance(state[0], Live) else tuple(state)
 
     def wait(self) -> None:
         """Until the device has done all that it was told to."""
@@ -174,15 +181,26 @@ def _in_order(tensor: Tensor) -> Tensor:
 class Live:
     """A state that lies in the graphs' own memory: some rows of what stage `stage` left there.
 
-    `packed`: they are the first rows already, in this order.
+    `packed`: they are the first rows already, in this order. `done`: when the stage has ended.
     """
 
+    graphs: _Graphs
     stage: int
     rows: np.ndarray
     packed: bool = False
+    done: torch.cuda.Event | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def tensors(self) -> State:
+        return self.graphs.room(self.stage + 1)
+
+    def answer(self) -> Tensor:
+        """What the stage said of its samples, [2, n]; the host waits until it has."""
+        if self.done is not None:
+            self.done.synchronize()
+        return self.graphs.answer(len(self))
 
 
 class _Graphs:
@@ -202,7 +220,7 @@ class _Graphs:
         self.said = torch.zeros(2 * most, dtype=engine.dtype, pin_memory=on_gpu)  # confidences and labels, read there
 
     def answer(self, count: int) -> Tensor:
-        """What the stage that ran last said of its `count` samples, [2, count]; it must have ended."""
+        """What the stage that ran here last said of its `count` samples, [2, count]; it must have ended."""
         return self._said(bucket(count))[:, :count]
 
     def _said(self, size: int) -> Tensor:
@@ -221,7 +239,7 @@ class _Graphs:
         if not isinstance(live, Live):
             for slot, given in zip(self.room(k, state), state, strict=True):
                 slot[: len(given)].copy_(given)
-            live = Live(k - 1, np.arange(len(live)), packed=True)
+            live = Live(self, k - 1, np.arange(len(live)), packed=True)
         size = bucket(len(live))
         if not live.packed:
             self.going[: len(live)] = torch.from_numpy(live.rows)
@@ -229,8 +247,16 @@ class _Graphs:
         if key not in self.captured:
             self.captured[key] = self._checked(partial(self._step, *key), size)
         self.captured[key].replay()
-        after = Live(k, np.arange(len(live)), packed=True)
+        after = Live(self, k, np.arange(len(live)), True, self._mark())
         return after, (after,)
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """An event behind all that the device was told so far."""
+        if self.engine.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _checked(self, step: Callable[[], None], size: int) -> torch.cuda.CUDAGraph:
         """A stage as a graph that was seen to say what the stage itself says."""

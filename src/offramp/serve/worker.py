@@ -67,7 +67,7 @@ class Worker:
         try:
             while self._take_in():
                 self._expire()
-                if self.pool.ready(self._hurry):
+                if self._busy:
                     self._step()
         except Exception:  # not of a stage: a mistake of our own, after which nobody must be left waiting
             log.exception("the server can no longer answer; it must be started again")
@@ -78,6 +78,10 @@ class Worker:
     @property
     def _hurry(self) -> bool:
         return self._stopping or not self.coming
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self.pool.running) or self.pool.ready(self._hurry)
 
     def _take_in(self) -> bool:
         """Wait until there is something to do and let in who has arrived; False once stopped and empty."""
@@ -91,7 +95,7 @@ class Worker:
     def _idle_s(self) -> float | None:
         if not self.pool.waiting:
             return None
-        return 0.0 if self.pool.ready(self._hurry) else self.pool.due_in()
+        return 0.0 if self._busy else self.pool.due_in()
 
     def _add(self, images: list[np.ndarray], tickets: list[Ticket]) -> None:
         self._inside.update((id(ticket), ticket) for ticket in tickets)
