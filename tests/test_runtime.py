@@ -115,7 +115,7 @@ class Numbers:
     def __init__(self, sure: np.ndarray, ahead: int = 0) -> None:
         self.sure, self.num_exits, self.ran = sure.astype(np.float32), len(sure), []
         self.ahead, self.slot = ahead, 0
-        self.memory = np.full((ahead + 1, 1000), -1)
+        self.memory = np.full((ahead + 2, 1000), -1)
 
     def use(self, slot: int) -> None:
         self.slot = slot
@@ -261,6 +261,38 @@ def test_a_pool_gives_what_a_batch_gives(batch: int, ahead: int) -> None:
                for left in found)  # fmt: skip
 
 
+def test_a_stage_is_under_way_while_the_host_decides_about_another() -> None:
+    """A stream whose batches are no larger than the pool's: every stage but the last is judged behind another."""
+    sure = np.tile(np.array([[1.0, 0.0], [1.0, 1.0]]), (1, 40))  # every second one leaves at once
+    engine = Numbers(sure, ahead=1)
+    pool, under_way = Pool(engine, policy(0.5), 8, wait_s=60.0), []
+    judge = engine.judge
+    engine.judge = lambda k, logits: (under_way.append(len(pool.running)), judge(k, logits))[1]  # type: ignore
+    for begin in range(0, 80, 8):
+        pool.add(numbered(80)[begin : begin + 8], [Ticket(i, 2) for i in range(8)])
+        while pool.ready():
+            pool.work()
+    while pool.waiting:
+        pool.work(flush=True)
+    assert len(under_way) > 12 and sum(under_way) >= len(under_way) - 2
+
+
+def test_a_stage_that_fails_leaves_the_one_under_way_alone() -> None:
+    sure = np.zeros((1, 12))
+    engine = Numbers(sure, ahead=1)
+    pool, run = Pool(engine, policy(), 4, wait_s=60.0), engine.run
+    pool.add(numbered(12)[:4], [Ticket(i, 1) for i in range(4)])
+    assert pool.work() == [] and pool.waiting == 4
+    engine.run = lambda k, state: 1 / 0  # type: ignore
+    pool.add(numbered(12)[4:8], [Ticket(i, 1) for i in range(4, 8)])
+    with pytest.raises(ZeroDivisionError):
+        pool.work()
+    engine.run = run  # type: ignore
+    pool.add(numbered(12)[8:], [Ticket(i, 1) for i in range(8, 12)])
+    found = pool.work() + pool.work()
+    assert [(left.ticket.key, left.label) for left in found] == [(i, 10 + i) for i in (*range(4), *range(8, 12))]
+
+
 class Rerun:
     """Stands in for a CUDA graph: replaying is running again."""
 
@@ -294,6 +326,7 @@ def test_what_graphs_share_is_handed_on_rightly(size: int, gone: int, monkeypatc
         while pool.ready():
             for one in pool.work():
                 exits[one.ticket.key] = one.exit
+        np.testing.assert_array_equal(runtime(IMAGES[:9]).exits, plain.exits[:9])  # beside what is under way
     while pool.waiting:
         for one in pool.work(flush=True):
             exits[one.ticket.key] = one.exit

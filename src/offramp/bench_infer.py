@@ -233,6 +233,15 @@ class _Clock:
         state = self._before(k, size)
         return lambda: engine.judge(k, engine.run(k, state)[0])
 
+    def warm(self) -> None:
+        """Let an engine that captures stages do so for every slot that a pool will use."""
+        with self.engine.active():
+            for slot in range(1, self.engine.ahead + 2):
+                self.engine.use(slot)
+                for k in range(1, self.engine.num_exits + 1):
+                    self.stage(k, self.batch)()
+            self.engine.use(0)
+
     def _before(self, k: int, size: int) -> State:
         """The state before stage k, packed as it would be, in memory of its own."""
         if (k, size) not in self._states:
@@ -305,6 +314,7 @@ def _plans(batch: int, calls: int, shares: Sequence[float]) -> np.ndarray:
 def _pooled_ms(clock: _Clock, planned: Planned, policy: Policy, shares: Sequence[float]) -> tuple[float, float]:
     """Milliseconds per image of a stream whose survivors are pooled, once the pool is filled, and of its ideal."""
     exits, batch = len(shares), clock.batch
+    clock.warm()
     pool = Pool(planned, policy, batch, wait_s=60.0)
     rounds = min(128, max(32, POOLED_IMAGES // batch))  # late stages get their full batch only now and then
     plans = [plan for seed in (1, 2) for plan in plan_exits(batch * rounds, shares, seed).reshape(rounds, batch)]
@@ -316,7 +326,7 @@ def _pooled_ms(clock: _Clock, planned: Planned, policy: Policy, shares: Sequence
         count = 0
         while pool.ready():
             count += len(pool.work())
-        look = at % max(1, rounds // 16) == 0
+        look = at % max(1, rounds // 8) == 0
         if look or at == len(plans) - 1:
             wait(clock.engine)
         if at < rounds:

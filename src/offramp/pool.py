@@ -109,15 +109,19 @@ class Pool:
     def work(self, flush: bool = False) -> list[Left]:
         """One batch through one stage; whoever leaves there. With `flush` nobody waits.
 
-        Where the engine allows it, a device has the next stage to run while the host decides about this one.
+        Where the engine allows it, stages are started and judged one call later: a device has the next one to run
+        while the host decides about the last. A call without anything to start judges what was started.
         """
         with self.engine.active():
+            before = len(self.running)
             while len(self.running) <= self.engine.ahead:
                 at = self._next(flush)
                 if at is None:
                     break
                 self._start(at)
-            return self._end(self.running.popleft()) if self.running else []
+            if before < len(self.running) <= self.engine.ahead or not self.running:
+                return []
+            return self._end(self.running.popleft())
 
     def due_in(self) -> float:
         """Seconds until somebody has waited long enough for a full batch."""
@@ -149,11 +153,14 @@ class Pool:
         tickets = [part.tickets[row] for part, rows in parts for row in rows]
         if not tickets:
             return
-        self.engine.use(self._slot)
-        self._slot = (self._slot + 1) % (self.engine.ahead + 1)
-        logits, state = self.engine.run(at + 1, self._state(at, parts))
+        self.engine.use(1 + self._slot)
+        try:
+            logits, state = self.engine.run(at + 1, self._state(at, parts))
+        finally:
+            self.engine.use(0)
         again = [part.state for part, _ in parts if part.again]
         self.running.append(_Running(at, tickets, logits, state, again))
+        self._slot = (self._slot + 1) % (self.engine.ahead + 1)  # one that failed leaves its slot to the next
 
     def _end(self, stage: _Running) -> list[Left]:
         """Wait for what a stage says: some leave, the others go on."""

@@ -23,10 +23,13 @@ class Engine(Protocol):
     """K stages that can be run one at a time, and what is done between them."""
 
     num_exits: int
-    ahead: int  # how many stages may be told to run before the first of them is judged
+    ahead: int  # how many more stages may be told to run before the first of them is judged
 
     def use(self, slot: int) -> None:
-        """What is gathered and run next lies in memory of this slot, 0 to `ahead`, so that others stay as they are."""
+        """What is gathered and run next lies in memory of this slot, so that other slots stay as they are.
+
+        Slot 0 is for whoever judges each stage before the next; the `ahead` + 1 slots behind it are for a pool.
+        """
 
     def active(self) -> AbstractContextManager[Any]:
         """What must surround all other calls; entered once for many of them."""

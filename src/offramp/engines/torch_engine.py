@@ -21,7 +21,7 @@ from torch import Tensor
 from offramp.device import device_name, exact_float32
 from offramp.models.exits import ExitNet, State
 
-SLOTS = 2  # sets of graphs and memory: the device runs one stage while the host decides about another
+AHEAD = 1  # the device runs one stage of a pool while the host decides about another
 STAGED_BYTES = 1 << 16  # larger copies from ordinary memory wait for the device
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)  # batch sizes that are captured; others run in the next larger
 
@@ -69,8 +69,8 @@ class TorchEngine:
         self.model = model.to(self.device, dtype).to(memory_format=torch.channels_last).eval()
         self.num_exits = model.num_exits
         self.measure, self.temperatures = MEASURES[measure], temperatures
-        self.slots = [_Graphs(self) for _ in range(SLOTS)] if graphs else []
-        self.ahead = max(len(self.slots) - 1, 0)
+        self.ahead = AHEAD if graphs else 0
+        self.slots = [_Graphs(self) for _ in range(self.ahead + 2)] if graphs else []
         self.graphs = self.slots[0] if graphs else None
 
     def use(self, slot: int) -> None:

@@ -169,7 +169,7 @@ class Service:
     def _over(self, ended: list[Over]) -> None:
         for one in ended:
             entry: Entry = one.ticket.key
-            passed = len(one.ticket.guesses)
+            passed = len(one.ticket.guesses) if one.left is None else one.left.exit
             used = self.costs[passed - 1] if passed else 0
             self.taken -= 1
             self.metrics.mul_adds.inc(used)
