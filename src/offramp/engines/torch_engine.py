@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from offramp.device import device_name, exact_float32
+from offramp.engines.staging import Staging
 from offramp.models.exits import ExitNet, State
 
 AHEAD = 1  # the device runs one stage of a pool while the host decides about another
-STAGED_BYTES = 1 << 16  # larger copies from ordinary memory wait for the device
 BUCKETS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256)  # batch sizes that are captured; others run in the next larger
 
 
@@ -69,6 +69,7 @@ class TorchEngine:
         self.model = model.to(self.device, dtype).to(memory_format=torch.channels_last).eval()
         self.num_exits = model.num_exits
         self.measure, self.temperatures = MEASURES[measure], temperatures
+        self.staging = Staging(self.device) if self.device.type == "cuda" else None
         self.ahead = AHEAD if graphs else 0
         self.slots = [_Graphs(self) for _ in range(self.ahead + 2)] if graphs else []
         self.graphs = self.slots[0] if graphs else None
@@ -84,9 +85,8 @@ class TorchEngine:
 
     def begin(self, images: np.ndarray) -> State:
         tensor = torch.from_numpy(np.ascontiguousarray(images))
-        if self.device.type == "cuda" and tensor.nbytes > STAGED_BYTES:
-            tensor = tensor.pin_memory()  # or the copy would wait for all stages that were told to run before it
-        tensor = tensor.to(self.device, non_blocking=True)
+        if self.staging is not None:
+            tensor = self.staging.send(tensor)
         return (tensor.to(self.dtype, memory_format=torch.channels_last),)  # turned on the device, which is faster
 
     def run(self, k: int, state: Any) -> tuple[Any, Any]:
