@@ -218,15 +218,15 @@ def test_captured_stages_answer_as_plain_ones_do() -> None:
 
 
 def test_images_on_their_way_may_be_written_to() -> None:
-    """The pieces of pinned memory take turns, and none is filled while a copy still reads it."""
-    from offramp.engines.staging import TURNS, Staging
+    """The rooms of pinned memory take turns, and none is filled while a copy still reads it."""
+    from offramp.engines.staging import ROOMS, Staging
 
     staging, busy = Staging(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
     for elements in (1 << 20, 1 << 19, 10, 3 << 20):
         images, sent = torch.zeros(elements), []
-        for turn in range(2 * TURNS):
+        for turn in range(2 * ROOMS):
             busy = busy @ busy / 64  # copies wait behind this on the device
             images.fill_(turn)
             sent.append(staging.send(images))
-        assert [float(copy.min()) for copy in sent] == [float(copy.max()) for copy in sent] == list(range(2 * TURNS))
-    assert len(staging.turns) == TURNS
+        assert [float(copy.min()) for copy in sent] == [float(copy.max()) for copy in sent] == list(range(2 * ROOMS))
+    assert staging.rooms.shape == (ROOMS, 1 << 24)

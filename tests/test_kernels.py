@@ -186,7 +186,7 @@ def test_no_second_derivative_is_made_up() -> None:
 
 
 def test_what_our_kernels_do_not_know_stays_plain() -> None:
-    model = create_model("msdnet-tiny", num_classes=4, blocks=(2, 2), stem="imagenet", image_size=96)
+    model = create_model("msdnet-tiny", num_classes=4, blocks=(2, 2), stem="imagenet", image_size=96).to(DEVICE)
     use_kernels(model, True)
     convs = [m for m in model.modules() if isinstance(m, ConvBNReLU)]
     assert [m.kernels for m in convs] == [m[0].kernel_size != (7, 7) for m in convs] == [suits(m[0]) for m in convs]

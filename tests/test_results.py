@@ -12,9 +12,9 @@ import pytest
 from conftest import call
 from offramp.config import decisive, load_recipe, with_settings
 from offramp.results.claim import Difference, all_else, differences, verdict
-from offramp.results.page import write_page
+from offramp.results.page import label, write_page
 from offramp.results.price import baseline_epochs
-from offramp.results.store import read_stored, stored_runs
+from offramp.results.store import StoredRun, read_stored, stored_runs
 from saved import write_run
 
 BUDGETS = (2e6, 4e6)
@@ -116,6 +116,35 @@ def test_two_settings_are_compared_on_the_calibration_split_and_by_their_weights
     )
     assert f"| {spread[0]:.2f} | {spread[1]:.2f} | {spread[2]:.2f} |" in text
     assert [r.spread for r in stored_runs(results) if r.config.weighting.name == "uniform"] == [(), ()]
+
+
+def test_a_log_is_enough_to_choose_between_settings(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "runs/other", "digits-learned", 0, 1.1)
+    config = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(config | {"weighting": config["weighting"] | {"interval": 4}}))
+    shutil.rmtree(run / "eval")
+    keep = ("results", "keep", run, "--into", results / "1-main")
+    assert call(monkeypatch, *keep) == 2  # nobody keeps an untested run by mistake
+    assert call(monkeypatch, *keep, "--log-only") == 0
+    stored = next(run for run in stored_runs(results) if run.summary is None)
+    assert stored.metrics == () and stored.curves == {} and len(stored.spread) == 3
+    parts = write_page(results, tmp_path / "page.md").read_text().split("on the calibration split |")
+    assert "interval=4" not in parts[0] and "interval=4 | 1 | 75.00" in parts[1]
+    (stored.folder / "eval").mkdir()
+    capsys.readouterr()
+    assert call(monkeypatch, *keep, "--log-only") == 2 and "remove it first" in capsys.readouterr().err
+    (run / "metrics.jsonl").unlink()
+    assert call(monkeypatch, *keep, "--log-only") == 2 and "train it first" in capsys.readouterr().err
+
+
+def test_a_setting_is_named_where_it_is_not_the_papers() -> None:
+    ours, paper = (load_recipe(f"cifar100-msdnet5-learned{which}").config for which in ("", "-paper"))
+    assert [label([StoredRun(Path(), config, None, [], {}, "")]) for config in (ours, paper)] == [
+        "learned weights, msdnet5, bound=true, interval=4",
+        "learned weights, msdnet5",
+    ]
 
 
 def test_how_often_things_are_saved_decides_nothing() -> None:

@@ -16,13 +16,16 @@ results = typer.Typer(no_args_is_help=True, help="Keep the results of runs and w
 def keep_command(
     runs: Annotated[list[Path], typer.Argument(help="Evaluated runs, or folders that hold them.")],
     into: Annotated[Path, typer.Option(help="The section's folder, for example results/1-main.")],
+    log_only: Annotated[
+        bool, typer.Option("--log-only", help="Keep settings and log alone, also of runs that were not evaluated.")
+    ] = False,
 ) -> None:
     """Keep settings, log, evaluation summary and budgeted curves of runs: text, some kilobytes each."""
     from offramp.report.gather import find_runs
     from offramp.results.store import keep_run
 
-    for run in find_runs(runs):
-        say(f"kept: {keep_run(run, into)}")
+    for run in runs if log_only else find_runs(runs):
+        say(f"kept: {keep_run(run, into, log_only=log_only)}")
 
 
 @results.command("page")

@@ -68,12 +68,8 @@ class RunData:
 
     @cached_property
     def samples(self) -> dict[str, np.ndarray] | None:
-        """Losses, weights and exits of training samples in the last epoch, if the weight net left any."""
-        files = sorted((self.folder / "samples").glob("epoch-*.npz"))
-        if not files:
-            return None
-        names = ("losses", "weights", "exits")
-        return dict(zip(names, read_arrays(files[-1], *names), strict=True))
+        """Those of the last epoch, if the weight net left any."""
+        return last_samples(self.folder)
 
 
 @dataclass(frozen=True)
@@ -119,6 +115,15 @@ class Group:
         grid = np.geomspace(low, high, 120)
         grid[0], grid[-1] = low, high
         return grid, np.stack([c.at(grid) for c in found])
+
+
+def last_samples(run: Path) -> dict[str, np.ndarray] | None:
+    """Losses, weights and exits of training samples in the last epoch that kept them."""
+    files = sorted((run / "samples").glob("epoch-*.npz"))
+    if not files:
+        return None
+    names = ("losses", "weights", "exits")
+    return dict(zip(names, read_arrays(files[-1], *names), strict=True))
 
 
 def find_runs(paths: Sequence[str | Path]) -> list[Path]:

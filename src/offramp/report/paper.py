@@ -23,7 +23,7 @@ FIGURES: dict[str, dict[str, dict[str, str]]] = {
     "ablations": {
         "weighting": {
             "cifar100-msdnet5-baseline": "baseline",
-            "cifar100-msdnet5-learned": "learned",
+            "cifar100-msdnet5-learned-paper": "learned",
             "ablation-selection": "selection",
             "ablation-ascending": "ascending",
             "ablation-descending": "descending",
@@ -31,16 +31,16 @@ FIGURES: dict[str, dict[str, dict[str, str]]] = {
         },
         "meta objective": {
             "cifar100-msdnet5-baseline": "baseline",
-            "cifar100-msdnet5-learned": "allocated samples",
+            "cifar100-msdnet5-learned-paper": "allocated samples",
             "ablation-whole-objective": "all samples",
         },
         "weight net's input": {
-            "cifar100-msdnet5-learned": "loss",
+            "cifar100-msdnet5-learned-paper": "loss",
             "ablation-input-confidence": "confidence",
             "ablation-input-both": "both",
         },
         "weight net's size": {
-            "cifar100-msdnet5-learned": "1 x 500",
+            "cifar100-msdnet5-learned-paper": "1 x 500",
             "ablation-net-d1-w10": "1 x 10",
             "ablation-net-d1-w100": "1 x 100",
             "ablation-net-d1-w1000": "1 x 1000",

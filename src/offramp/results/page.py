@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from offramp.config import list_recipes, load_recipe
+from offramp.config import WeightingConfig, list_recipes, load_recipe
 from offramp.console import millions
 from offramp.files import write_bytes
 from offramp.report.drawing import Panels, save
@@ -42,6 +42,12 @@ class Section:
     budgets: tuple[float, ...]
     ratios: dict[str, float]
     groups: Groups
+
+    @property
+    def tested(self) -> Groups:
+        """Groups of runs whose evaluation was kept."""
+        found = ([run for run in group if run.metrics] for group in self.groups)
+        return [group for group in found if group]
 
 
 def read_section(folder: Path) -> Section:
@@ -72,11 +78,11 @@ def write_page(results: Path, out: Path) -> Path:
     intro = (
         f"# Results\n\nWritten by `offramp results page {results.name} --out {out.parent.name}/{out.name}` from what "
         f"is kept of each run in `{results.name}/`: settings, log, evaluation summary and budgeted curves. Accuracies "
-        "are top-1 in %; ± is one standard deviation over seeds, in differences one standard error. Thresholds of "
-        "budgeted numbers come from the calibration split by the paper's rule; where a curve of such policies ends "
-        "below a budget, its end counts. Runs share a GPU, so what training costs is not read off their clocks: "
-        "*baseline epochs* follow from how many steps train the weight net, and from the measured ratio of such a step "
-        "to a conventional one.\n"
+        "are top-1 in %; settings of the weighting are named where they are not the paper's; ± is one standard "
+        "deviation over seeds, in differences one standard error. Thresholds of budgeted numbers come from the "
+        "calibration split by the paper's rule; where a curve of such policies ends below a budget, its end counts. "
+        "Runs share a GPU, so what training costs is not read off their clocks: *baseline epochs* follow from how many "
+        "steps train the weight net, and from the measured ratio of such a step to a conventional one.\n"
     )
     parts = [intro, *(_section(section, out) for section in sections), _all_runs(sections)]
     write_bytes(out, "\n".join(parts).encode())
@@ -88,11 +94,10 @@ def _section(section: Section, out: Path) -> str:
     if section.split == "calibration":
         parts.append(_tuned(section))
     else:
-        parts.append(_anytime(section.groups))
-        parts.append(_budgeted(section.groups, section.budgets))
-        compared = pairs(section.groups)
-        parts += [_paired(before, after, section) for before, after in compared]
-        if len(compared) > 1:  # what the choice between settings may look at
+        parts.append(_anytime(section.tested))
+        parts.append(_budgeted(section.tested, section.budgets))
+        parts += [_paired(before, after, section) for before, after in pairs(section.tested)]
+        if len(pairs(section.groups)) > 1:  # what the choice between settings may look at
             parts += [_tuned(section), _spreads(section.groups)]
         parts.append(_picture(section, out))
     parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.groups))
@@ -100,12 +105,13 @@ def _section(section: Section, out: Path) -> str:
 
 
 def label(group: Sequence[StoredRun]) -> str:
-    """The method, the network, and what was changed in the recipe."""
+    """The method, the network, what was changed in the recipe, and where its weighting is not the paper's."""
     first = group[0]
+    changes = {key: value for key, value in first.changes.items() if not key.startswith("weighting.")}
+    usual = vars(WeightingConfig(first.config.weighting.name))
+    changes |= {key: value for key, value in vars(first.config.weighting).items() if value != usual[key]}
     changed = [
-        f"{key.rsplit('.', 1)[-1]}={_word(value)}"
-        for key, value in sorted(first.changes.items())
-        if key != "train.epochs"
+        f"{key.rsplit('.', 1)[-1]}={_word(value)}" for key, value in sorted(changes.items()) if key != "train.epochs"
     ]
     name = f"{method_label(first.config)}, {first.config.model.name}"
     return ", ".join([name, *changed])
@@ -117,15 +123,15 @@ def _word(value: Any) -> str:
 
 def _anytime(groups: Groups) -> str:
     exits = max(len(group[0].metrics) for group in groups)
-    rows, said = [], set()
+    rows: list[list[str]] = []
     for group in groups:
         top1 = np.array([[100 * score.top1 for score in run.metrics] for run in group])
         cells = [with_spread(column) for column in top1.T]
         rows.append([label(group), str(group[0].config.train.epochs), str(len(group)), *_filled(cells, exits)])
-        paper = [] if group[0].config.recipe in said else _paper(group)
-        said.add(group[0].config.recipe)
-        if paper:
-            rows.append([f"the paper's {method_label(group[0].config)}", *paper[:1], "", *_filled(paper[1:], exits)])
+        paper = _paper(group)
+        row = [f"the paper's {method_label(group[0].config)}", *paper[:1], "", *_filled(paper[1:], exits)]
+        if paper and row not in rows:
+            rows.append(row)
     return to_markdown(["every exit on all test images", "epochs", "seeds", *_numbers(exits)], rows)
 
 
@@ -177,8 +183,8 @@ def _per_hundred(gained: float, spent: float) -> str:
 
 def _tuned(section: Section) -> str:
     """Settings side by side, on the calibration split alone, with what they cost and what that brings."""
-    exits = max(len(group[0].metrics) for group in section.groups)
     found = [(group, _calibration(group)) for group in section.groups]
+    exits = max((top1.shape[1] for _, top1 in found if len(top1)), default=0)
     plain = {
         all_else(group[0].config): top1.mean()
         for group, top1 in found
@@ -221,7 +227,7 @@ def _calibration(group: Sequence[StoredRun]) -> np.ndarray:
 def _picture(section: Section, out: Path) -> str:
     drawn = [
         Group(label(group), COLOURS[at % len(COLOURS)], cast(tuple[RunData, ...], tuple(group)))
-        for at, group in enumerate(section.groups)
+        for at, group in enumerate(section.tested)
     ]
     panels = Panels(section.name, section.title, [partial(draw_accuracy, drawn, "q")], "wide")
     save(panels, out.with_suffix(""))

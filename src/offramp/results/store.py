@@ -17,7 +17,7 @@ from offramp.config import RunConfig, decisive, list_recipes, load_recipe
 from offramp.files import read_json, write_bytes, write_json
 from offramp.metrics import Curve
 from offramp.outputs import EVAL, SUMMARY, EvalSummary, ExitScore, read_summary
-from offramp.report.gather import read_run
+from offramp.report.gather import RunData, last_samples, read_run
 from offramp.runs import CONFIG, METRICS, read_config, read_metrics
 
 CURVES = "curves.json"
@@ -32,7 +32,7 @@ class StoredRun:
 
     folder: Path
     config: RunConfig
-    summary: EvalSummary
+    summary: EvalSummary | None  # None: only its log was kept
     log: list[dict[str, Any]]
     curves: dict[str, Curve]
     device: str
@@ -40,8 +40,8 @@ class StoredRun:
 
     @property
     def metrics(self) -> tuple[ExitScore, ...]:
-        """Every exit on the whole test split."""
-        return self.summary.exits["test"]
+        """Every exit on the whole test split; nothing for a run of which only the log was kept."""
+        return () if self.summary is None else self.summary.exits["test"]
 
     @property
     def seconds(self) -> float | None:
@@ -78,25 +78,40 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def keep_run(run: Path, into: Path) -> Path:
-    """Keep an evaluated run in a folder of its own below `into`; an earlier one of the same name is replaced."""
-    data = read_run(run)
-    config = replace(data.config, data=replace(data.config.data, dir=None))
+def keep_run(run: Path, into: Path, *, log_only: bool = False) -> Path:
+    """Keep an evaluated run in a folder of its own below `into`; an earlier one of the same name is replaced.
+
+    `log_only`: keep nothing that says how it did on the test split; enough to choose between settings.
+    """
+    data = None if log_only else read_run(run)  # first, so that a run that cannot be read leaves nothing behind
+    log = read_metrics(run)
+    if not log:
+        raise ValueError(f"{run} has no log; train it first")
+    config = read_config(run)
+    config = replace(config, data=replace(config.data, dir=None))
     target = into / stored_name(config)
+    if log_only and (target / EVAL).exists():
+        raise ValueError(f"{target} holds an evaluation, which does not go with another log; remove it first")
     write_json(target / CONFIG, config.to_json())
+    write_bytes(target / METRICS, (run / METRICS).read_bytes())
     if (run / ENVIRONMENT).is_file():
         known = read_json(run / ENVIRONMENT)
         write_json(target / ENVIRONMENT, {key: known[key] for key in FACTS if key in known})
-    for name in (METRICS, f"{EVAL}/{SUMMARY}"):
-        write_bytes(target / name, (run / name).read_bytes())
+    samples = last_samples(run)
+    if samples is not None and config.weighting.name == "learned":
+        write_json(target / WEIGHTS, {"schema": 1, "spread": spread_of(samples)})
+    if data is not None:
+        _keep_evaluation(data, target)
+    return target
+
+
+def _keep_evaluation(data: RunData, target: Path) -> None:
+    write_bytes(target / EVAL / SUMMARY, (data.folder / EVAL / SUMMARY).read_bytes())
     curves = {
         family: {"mul_adds": [round(cost) for cost in own.costs], "top1": [round(top1, 6) for top1 in own.top1]}
         for family, own in data.curves.items()
     }
     write_json(target / CURVES, {"schema": 1, "curves": curves})
-    if data.samples is not None and data.config.weighting.name == "learned":
-        write_json(target / WEIGHTS, {"schema": 1, "spread": spread_of(data.samples)})
-    return target
 
 
 def spread_of(samples: Mapping[str, np.ndarray]) -> list[float]:
@@ -106,7 +121,7 @@ def spread_of(samples: Mapping[str, np.ndarray]) -> list[float]:
 
 def stored_name(config: RunConfig) -> str:
     """The recipe, what was changed in it, and the seed."""
-    run = StoredRun(Path(), config, None, [], {}, "")  # type: ignore[arg-type]
+    run = StoredRun(Path(), config, None, [], {}, "")
     changed = [f"{key.rsplit('.', 1)[-1]}={_plain(value)}" for key, value in sorted(run.changes.items())]
     return "-".join([config.recipe or config.model.name, *changed, f"seed={config.seed}"])
 
@@ -119,12 +134,15 @@ def read_stored(folder: Path) -> StoredRun:
     """A run that `keep_run` wrote."""
     kept, known, weights = (_read(folder / name) for name in (CURVES, ENVIRONMENT, WEIGHTS))
     try:
-        curves = {name: Curve(tuple(own["mul_adds"]), tuple(own["top1"])) for name, own in kept["curves"].items()}
+        curves = {
+            name: Curve(tuple(own["mul_adds"]), tuple(own["top1"])) for name, own in kept.get("curves", {}).items()
+        }
         spread = tuple(map(float, weights.get("spread", ())))
         device = str(known.get("device", ""))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder} is not what was kept of a run") from error
-    return StoredRun(folder, read_config(folder), read_summary(folder), read_metrics(folder), curves, device, spread)
+    summary = read_summary(folder) if (folder / EVAL).is_dir() else None
+    return StoredRun(folder, read_config(folder), summary, read_metrics(folder), curves, device, spread)
 
 
 def _read(path: Path) -> Any:
@@ -134,7 +152,7 @@ def _read(path: Path) -> Any:
 
 def stored_runs(folder: Path) -> list[StoredRun]:
     """All runs kept below a folder, by name."""
-    found = [read_stored(path.parent) for path in sorted(folder.rglob(CURVES))]
+    found = [read_stored(path.parent) for path in sorted(folder.rglob(CONFIG))]
     if not found:
         raise ValueError(f"{folder} holds no results; keep some: offramp results keep RUN --into {folder}")
     return found
