@@ -162,8 +162,10 @@ def evaluate(
         return
     if data is not None or settings:
         raise ValueError(f"{run} is no bundle; a run is evaluated on its own data, --data and --set are for bundles")
-    print_table(*anytime_table(evaluate_run(run, data_dir=data_dir, device=device)))
-    say(f"saved: {Path(run) / 'eval'}\nnext: offramp calibrate {run}, or offramp report {run}")
+    summary = evaluate_run(run, data_dir=data_dir, device=device)
+    print_table(*anytime_table(summary))
+    policies = f"offramp calibrate {run}, or " if "calibration" in summary.samples else ""
+    say(f"saved: {Path(run) / 'eval'}\nnext: {policies}offramp report {run}")
 
 
 def _evaluate_bundle(bundle: str, data: str | None, data_dir: Path | None, settings: list[str], device: str) -> None:

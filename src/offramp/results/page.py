@@ -231,10 +231,10 @@ def _picture(section: Section, out: Path) -> str:
     ]
     panels = Panels(section.name, section.title, [partial(draw_accuracy, drawn, "q")], "wide")
     save(panels, out.with_suffix(""))
-    about = (
-        "Lines: images leave early, thresholds by the paper's rule; bands: one standard deviation over seeds. "
-        "Rings: one exit for all images. Crosses: what the paper reports, for as many epochs as the tables say."
-    )
+    about = "Rings: one exit for all images. Crosses: what the paper reports, for as many epochs as the tables say."
+    if any(run.curves for group in section.tested for run in group):
+        lines = "Lines: images leave early, thresholds by the paper's rule; bands: one standard deviation over seeds."
+        about = f"{lines} {about}"
     return f"![Accuracy against mean mul-adds per image]({out.stem}/{section.name}.png)\n\n{about}\n"
 
 
