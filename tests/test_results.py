@@ -135,8 +135,14 @@ def test_a_log_is_enough_to_choose_between_settings(
     (stored.folder / "eval").mkdir()
     capsys.readouterr()
     assert call(monkeypatch, *keep, "--log-only") == 2 and "remove it first" in capsys.readouterr().err
-    (run / "metrics.jsonl").unlink()
-    assert call(monkeypatch, *keep, "--log-only") == 2 and "train it first" in capsys.readouterr().err
+    only = tmp_path / "only/1-choice"
+    assert (
+        call(monkeypatch, "results", "keep", tmp_path / "runs", "--into", only, "--log-only") == 0
+    )  # a folder of them
+    (only / "section.toml").write_text(ABOUT)
+    assert "on the calibration split |" in write_page(only.parent, tmp_path / "page.md").read_text()
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().rpartition('{"epoch"')[0])
+    assert call(monkeypatch, *keep, "--log-only") == 2 and "has not finished training" in capsys.readouterr().err
 
 
 def test_a_setting_is_named_where_it_is_not_the_papers() -> None:

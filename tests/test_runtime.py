@@ -20,7 +20,7 @@ from offramp.models.exits import ExitNet
 from offramp.models.fold import folded
 from offramp.packing import MeasuredPacking, measure_packing
 from offramp.policy import Policy, exits_taken
-from offramp.pool import Pool, Ticket
+from offramp.pool import Left, Pool, Ticket
 from offramp.result import ceiling
 from offramp.runtime import Runtime
 
@@ -275,6 +275,36 @@ def test_a_stage_is_under_way_while_the_host_decides_about_another() -> None:
     while pool.waiting:
         pool.work(flush=True)
     assert len(under_way) > 12 and sum(under_way) >= len(under_way) - 2
+
+
+def test_a_few_do_not_run_beside_a_full_batch() -> None:
+    """They wait for those who come back from it, and run with them."""
+    engine = Numbers(np.zeros((2, 12)), ahead=1)
+    pool = Pool(engine, policy(0.5), 8, wait_s=60.0)
+    pool.add(numbered(12)[:8], [Ticket(i, 2) for i in range(8)])
+    assert pool.work(flush=True) == []
+    pool.add(numbered(12)[8:], [Ticket(i, 2) for i in range(8, 12)])
+    found = pool.work(flush=True)
+    assert engine.ran == [(1, 8)] and not pool.running
+    while pool.waiting:
+        found += pool.work(flush=True)
+    assert engine.ran == [(1, 8), (2, 8), (1, 4), (2, 4)] and len(found) == 12
+
+
+def test_pools_that_share_an_engine_leave_each_other_alone() -> None:
+    sure = np.zeros((2, 24))
+    engine = Numbers(sure, ahead=1)
+    one, other = (Pool(engine, policy(0.5), 4, wait_s=60.0) for _ in range(2))
+    found: list[Left] = []
+    for begin in range(0, 24, 8):
+        for pool, at in ((one, begin), (other, begin + 4)):
+            pool.add(numbered(24)[at : at + 4], [Ticket(i, 2) for i in range(at, at + 4)])
+            found += pool.work()
+    assert one.running and not other.running  # which judges each stage at once
+    for pool in (other, one):
+        while pool.waiting:
+            found += pool.work(flush=True)
+    assert sorted((left.ticket.key, left.label) for left in found) == [(i, 20 + i) for i in range(24)]
 
 
 def test_a_stage_that_fails_leaves_the_one_under_way_alone() -> None:

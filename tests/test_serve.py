@@ -26,6 +26,7 @@ from offramp.pool import Pool, Ticket
 from offramp.runtime import State
 from offramp.serve import ServeConfig, create_app
 from offramp.serve.run import listen, server_config
+from offramp.serve.worker import Over, Worker
 
 COSTS = (1_000_000, 2_500_000, 5_000_000)
 CLASSES = tuple(f"class <{c}>" for c in range(10))
@@ -237,6 +238,29 @@ def test_with_a_stage_under_way_everybody_is_answered_once(start: Start) -> None
     assert [labels(each.result()) for each in waiting] == [[label] for label, _ in asked]
     assert labels(server.send(picture(3, 3))) == [3]
     assert server.service.taken == 0
+
+
+def test_nobody_expires_out_of_a_stage_that_runs() -> None:
+    """It is computed already, and charged; the answer comes with the end of the stage."""
+    engine = FakeEngine()
+    engine.ahead = 1
+    pool = Pool(engine, POLICY, batch=2, wait_s=60, guesses=True)
+    over: list[Over] = []
+    worker = Worker(pool, over.extend)
+    tickets = [Ticket(name, 3, deadline=time.perf_counter() + 60) for name in ("a", "b")]
+    worker.submit(make_bundle(engine).prepare([picture(1, 3), picture(2, 3)]), tickets)
+    assert worker._take_in()
+    for _ in range(3):  # start, judge, start the second
+        worker._step()
+    for ticket in tickets:
+        ticket.deadline = 0.0
+    worker._expire()
+    assert pool.running and not over
+    worker._step()
+    assert [(one.ticket.key, one.left.exit, one.left.forced) for one in over if one.left] == [
+        ("a", 2, True),
+        ("b", 2, True),
+    ]
 
 
 def test_a_few_late_images_are_not_held_up_by_full_early_stages() -> None:

@@ -2,7 +2,9 @@
 
 Exits are planned: samples leave in the shares of a q (or of a bundle's policy), whatever their confidence, so that
 a network without training can be timed too; everything else runs as it does in service. Two ideals: the stage
-times at the sizes that really ran, and the stage times at a full batch.
+times at the sizes that really ran, and the stage times at a full batch. Each stage, and each batch of the whole
+network, is timed until its answer is there; on a GPU a pool overlaps stages with the host's work and can pass such an
+ideal.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from offramp.policy import Policy
 from offramp.pool import Pool, Ticket
 from offramp.pretrained import is_bundle
 from offramp.runs import CONFIG
-from offramp.runtime import Engine, Packing, Runtime, State, copied, wait
+from offramp.runtime import Engine, Packing, Runtime, State, copied, wait, warm
 from offramp.shares import exit_counts
 from offramp.tables import Table
 
@@ -233,15 +235,6 @@ class _Clock:
         state = self._before(k, size)
         return lambda: engine.judge(k, engine.run(k, state)[0])
 
-    def warm(self) -> None:
-        """Let an engine that captures stages do so for every slot that a pool will use."""
-        with self.engine.active():
-            for slot in range(1, self.engine.ahead + 2):
-                self.engine.use(slot)
-                for k in range(1, self.engine.num_exits + 1):
-                    self.stage(k, self.batch)()
-            self.engine.use(0)
-
     def _before(self, k: int, size: int) -> State:
         """The state before stage k, packed as it would be, in memory of its own."""
         if (k, size) not in self._states:
@@ -314,7 +307,7 @@ def _plans(batch: int, calls: int, shares: Sequence[float]) -> np.ndarray:
 def _pooled_ms(clock: _Clock, planned: Planned, policy: Policy, shares: Sequence[float]) -> tuple[float, float]:
     """Milliseconds per image of a stream whose survivors are pooled, once the pool is filled, and of its ideal."""
     exits, batch = len(shares), clock.batch
-    clock.warm()
+    warm(clock.engine, clock.images)
     pool = Pool(planned, policy, batch, wait_s=60.0)
     rounds = min(128, max(32, POOLED_IMAGES // batch))  # late stages get their full batch only now and then
     plans = [plan for seed in (1, 2) for plan in plan_exits(batch * rounds, shares, seed).reshape(rounds, batch)]

@@ -24,7 +24,7 @@ def keep_command(
     from offramp.report.gather import find_runs
     from offramp.results.store import keep_run
 
-    for run in runs if log_only else find_runs(runs):
+    for run in find_runs(runs, evaluated=not log_only):
         say(f"kept: {keep_run(run, into, log_only=log_only)}")
 
 

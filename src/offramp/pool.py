@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -57,13 +58,17 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Running:
-    """A stage (from 0) that was told to run: who is in it, what it will say and leave, rooms to be used again."""
+    """A stage (from 0) that was told to run: when, who is in it, what it will say and leave, rooms to be used again."""
 
+    began: float
     at: int
     tickets: list[Ticket]
     logits: Any
     state: State
     again: list[State]
+
+
+_AHEAD: weakref.WeakKeyDictionary[Engine, weakref.ref[Pool]] = weakref.WeakKeyDictionary()  # who last ran ahead
 
 
 class Pool:
@@ -87,6 +92,7 @@ class Pool:
         self.counts = [0] * engine.num_exits
         self.rooms: list[list[State]] = [[] for _ in range(engine.num_exits)]  # memory to be used again, by stage
         self.running: deque[_Running] = deque()  # stages that were told to run and not judged yet
+        self.took_s = 0.0  # what the stage that was judged last took, from its start
         self._slot = 0
 
     @property
@@ -109,19 +115,29 @@ class Pool:
     def work(self, flush: bool = False) -> list[Left]:
         """One batch through one stage; whoever leaves there. With `flush` nobody waits.
 
-        Where the engine allows it, stages are started and judged one call later: a device has the next one to run
-        while the host decides about the last. A call without anything to start judges what was started.
+        Where the engine allows it, a full batch is started before the last is judged, one call later: a device has
+        something to run while the host decides. Fewer samples wait for those who come back, or they would run alone.
+        A call without anything to start judges what was started.
         """
         with self.engine.active():
-            before = len(self.running)
-            while len(self.running) <= self.engine.ahead:
+            ahead, started = self._ahead(), False
+            while len(self.running) <= ahead:
                 at = self._next(flush)
-                if at is None:
+                if at is None or (self.running and self.counts[at] < self.batch):
                     break
-                self._start(at)
-            if before < len(self.running) <= self.engine.ahead or not self.running:
+                self._start(at, ahead)
+                started = True
+            if not self.running or (started and len(self.running) <= ahead):
                 return []
             return self._end(self.running.popleft())
+
+    def _ahead(self) -> int:
+        """How many stages may be under way beside one; none while another pool has some in the engine's slots."""
+        last = _AHEAD.get(self.engine, lambda: None)()
+        if last is not None and last is not self and last.running:
+            return 0
+        _AHEAD[self.engine] = weakref.ref(self)
+        return self.engine.ahead
 
     def due_in(self) -> float:
         """Seconds until somebody has waited long enough for a full batch."""
@@ -147,25 +163,26 @@ class Pool:
                 return at
         return None
 
-    def _start(self, at: int) -> None:
+    def _start(self, at: int, ahead: int) -> None:
         """Tell the engine to run stage `at` (from 0) on a batch of those who wait there."""
-        parts = self._take(at)
+        began, parts = time.perf_counter(), self._take(at)
         tickets = [part.tickets[row] for part, rows in parts for row in rows]
         if not tickets:
             return
-        self.engine.use(1 + self._slot)
+        self.engine.use(1 + self._slot if ahead else 0)
         try:
             logits, state = self.engine.run(at + 1, self._state(at, parts))
         finally:
             self.engine.use(0)
         again = [part.state for part, _ in parts if part.again]
-        self.running.append(_Running(at, tickets, logits, state, again))
-        self._slot = (self._slot + 1) % (self.engine.ahead + 1)  # one that failed leaves its slot to the next
+        self.running.append(_Running(began, at, tickets, logits, state, again))
+        self._slot = (self._slot + 1) % (ahead + 1)  # one that failed leaves its slot to the next
 
     def _end(self, stage: _Running) -> list[Left]:
         """Wait for what a stage says: some leave, the others go on."""
         at, tickets = stage.at, stage.tickets
         confidences, labels = self.engine.judge(at + 1, stage.logits)
+        self.took_s = time.perf_counter() - stage.began
         leaves, confident = self._leaves(at, tickets, confidences)
         if self.guesses:
             for ticket, label, sure in zip(tickets, labels.tolist(), confidences.tolist(), strict=True):

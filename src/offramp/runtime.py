@@ -56,6 +56,18 @@ class Engine(Protocol):
         """Copy some rows of a state into a room, from its row `begin` on."""
 
 
+def warm(engine: Engine, images: np.ndarray) -> None:
+    """Let an engine choose its algorithms and capture its stages for batches like this one, in every slot."""
+    with engine.active():
+        for slot in range(engine.ahead + 2 if engine.ahead else 1):
+            engine.use(slot)
+            state = engine.begin(images)
+            for k in range(1, engine.num_exits + 1):
+                verdict, state = engine.run(k, state)
+                engine.judge(k, verdict)
+        engine.use(0)
+
+
 def wait(engine: Engine) -> None:
     """Until a device has done all that it was told to."""
     getattr(engine, "wait", lambda: None)()

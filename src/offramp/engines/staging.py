@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 ROOMS = 4  # more copies than a pool has under way
-SMALL_BYTES = 1 << 16  # what is smaller is copied at once, wherever it lies
+SMALL_BYTES = 1 << 16  # so much is taken over at once, wherever it lies
+LARGE_BYTES = 1 << 26  # beyond this, waiting costs little beside the copy, and pinned memory is scarce
 
 
 class Staging:
@@ -24,8 +25,8 @@ class Staging:
     def send(self, tensor: Tensor) -> Tensor:
         """A copy on the device, in order with what it is told later; `tensor` may be written to at once."""
         size = tensor.nbytes
-        if size <= SMALL_BYTES:
-            return tensor.to(self.device)
+        if not SMALL_BYTES < size <= LARGE_BYTES:
+            return tensor.to(self.device, non_blocking=True)
         if size > self.rooms.shape[1]:  # a power of two, so that sizes that vary soon fit
             self.rooms = torch.empty(ROOMS, 1 << (size - 1).bit_length(), dtype=torch.uint8, pin_memory=True)
         self.turn = (self.turn + 1) % ROOMS

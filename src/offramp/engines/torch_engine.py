@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,7 +64,9 @@ class TorchEngine:
         dtype: torch.dtype = torch.float32,
         graphs: bool = False,
     ) -> None:
-        self.device, self.dtype = torch.device(device), dtype
+        place, any_gpu = torch.device(device), torch.device("cuda")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if place == any_gpu else place
+        self.dtype = dtype
         self.place = device_name(self.device)
         self.model = model.to(self.device, dtype).to(memory_format=torch.channels_last).eval()
         self.num_exits = model.num_exits
@@ -80,7 +82,8 @@ class TorchEngine:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        with torch.inference_mode(), exact_float32():
+        on = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with torch.inference_mode(), exact_float32(), on:  # events and graphs go to the current device
             yield
 
     def begin(self, images: np.ndarray) -> State:
@@ -116,13 +119,13 @@ class TorchEngine:
         (first, rows), count = parts[0], sum(len(own) for _, own in parts)
         if isinstance(first[0], Live):  # the stage's own graph will pack them
             return (Live(first[0].graphs, k - 1, rows),)
-        live = self.graphs is not None and count <= BUCKETS[-1]
-        room = self.graphs.room(k, first) if self.graphs is not None and live else self.room(first, count)
+        graphs = self.graphs if count <= BUCKETS[-1] else None
+        room = self.room(first, count) if graphs is None else graphs.room(k, first)
         begin = 0
         for state, own in parts:
             self.put(state, own, room, begin)
             begin += len(own)
-        return (Live(self.graphs, k - 1, np.arange(count), packed=True),) if self.graphs is not None and live else room
+        return room if graphs is None else (Live(graphs, k - 1, np.arange(count), packed=True),)
 
     def room(self, state: Any, samples: int) -> State:
         return tuple(_like(t, samples) for t in self._tensors(state))

@@ -126,22 +126,24 @@ def last_samples(run: Path) -> dict[str, np.ndarray] | None:
     return dict(zip(names, read_arrays(files[-1], *names), strict=True))
 
 
-def find_runs(paths: Sequence[str | Path]) -> list[Path]:
-    """Evaluated run folders: those given, and those anywhere below a given folder that is not a run itself."""
+def find_runs(paths: Sequence[str | Path], *, evaluated: bool = True) -> list[Path]:
+    """Run folders: those given, and (evaluated) ones anywhere below a given folder that is not a run itself."""
     found: dict[Path, Path] = {}
     for path in map(Path, paths):
         if not path.is_dir():
             raise ValueError(f"{path} is not a folder")
-        inside = [path] if (path / CONFIG).is_file() else _runs_below(path)
+        inside = [path] if (path / CONFIG).is_file() else _runs_below(path, evaluated)
         if not inside:
             raise ValueError(f"{path} holds no evaluated run; train and evaluate one first")
         found.update({run.resolve(): run for run in inside})
     return list(found.values())
 
 
-def _runs_below(folder: Path) -> list[Path]:
-    """Whole, evaluated runs; those that are not evaluated are named and passed over."""
+def _runs_below(folder: Path, evaluated: bool) -> list[Path]:
+    """Whole runs; where evaluated ones are wanted, the others are named and passed over."""
     runs = [path.parent for path in sorted(folder.rglob(CONFIG)) if _is_whole(path.parent)]
+    if not evaluated:
+        return runs
     waiting = [run for run in runs if not (run / EVAL / SUMMARY).is_file()]
     for run in waiting:
         log.warning("passed over, it has not been evaluated: %s", run)

@@ -78,11 +78,11 @@ def write_page(results: Path, out: Path) -> Path:
     intro = (
         f"# Results\n\nWritten by `offramp results page {results.name} --out {out.parent.name}/{out.name}` from what "
         f"is kept of each run in `{results.name}/`: settings, log, evaluation summary and budgeted curves. Accuracies "
-        "are top-1 in %; settings of the weighting are named where they are not the paper's; ± is one standard "
-        "deviation over seeds, in differences one standard error. Thresholds of budgeted numbers come from the "
-        "calibration split by the paper's rule; where a curve of such policies ends below a budget, its end counts. "
-        "Runs share a GPU, so what training costs is not read off their clocks: *baseline epochs* follow from how many "
-        "steps train the weight net, and from the measured ratio of such a step to a conventional one.\n"
+        "are top-1 in %; settings of the weighting are named where they are not the paper's for CIFAR; ± is one "
+        "standard deviation over seeds, in differences one standard error. Thresholds of budgeted numbers come from "
+        "the calibration split by the paper's rule; where a curve of such policies ends below a budget, its end "
+        "counts. Runs share a GPU, so what training costs is not read off their clocks: *baseline epochs* follow from "
+        "how many steps train the weight net, and from the measured ratio of such a step to a conventional one.\n"
     )
     parts = [intro, *(_section(section, out) for section in sections), _all_runs(sections)]
     write_bytes(out, "\n".join(parts).encode())
@@ -91,7 +91,7 @@ def write_page(results: Path, out: Path) -> Path:
 
 def _section(section: Section, out: Path) -> str:
     parts = [f"## {section.title}\n\n{section.text}\n"]
-    if section.split == "calibration":
+    if section.split == "calibration" or not section.tested:
         parts.append(_tuned(section))
     else:
         parts.append(_anytime(section.tested))

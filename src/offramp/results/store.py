@@ -84,14 +84,15 @@ def keep_run(run: Path, into: Path, *, log_only: bool = False) -> Path:
     `log_only`: keep nothing that says how it did on the test split; enough to choose between settings.
     """
     data = None if log_only else read_run(run)  # first, so that a run that cannot be read leaves nothing behind
-    log = read_metrics(run)
-    if not log:
-        raise ValueError(f"{run} has no log; train it first")
-    config = read_config(run)
+    log, config = read_metrics(run), read_config(run)
+    if not log or log[-1]["epoch"] < config.train.epochs:
+        raise ValueError(f"{run} has not finished training; go on with --resume")
     config = replace(config, data=replace(config.data, dir=None))
     target = into / stored_name(config)
     if log_only and (target / EVAL).exists():
         raise ValueError(f"{target} holds an evaluation, which does not go with another log; remove it first")
+    for name in (ENVIRONMENT, WEIGHTS):  # not every run has them; those of an earlier one must not stay
+        (target / name).unlink(missing_ok=True)
     write_json(target / CONFIG, config.to_json())
     write_bytes(target / METRICS, (run / METRICS).read_bytes())
     if (run / ENVIRONMENT).is_file():
@@ -132,16 +133,16 @@ def _plain(value: Any) -> str:
 
 def read_stored(folder: Path) -> StoredRun:
     """A run that `keep_run` wrote."""
-    kept, known, weights = (_read(folder / name) for name in (CURVES, ENVIRONMENT, WEIGHTS))
+    known, weights = (_read(folder / name) for name in (ENVIRONMENT, WEIGHTS))
+    tested = (folder / EVAL).is_dir()
+    kept = read_json(folder / CURVES) if tested else {"curves": {}}
     try:
-        curves = {
-            name: Curve(tuple(own["mul_adds"]), tuple(own["top1"])) for name, own in kept.get("curves", {}).items()
-        }
+        curves = {name: Curve(tuple(own["mul_adds"]), tuple(own["top1"])) for name, own in kept["curves"].items()}
         spread = tuple(map(float, weights.get("spread", ())))
         device = str(known.get("device", ""))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder} is not what was kept of a run") from error
-    summary = read_summary(folder) if (folder / EVAL).is_dir() else None
+    summary = read_summary(folder) if tested else None
     return StoredRun(folder, read_config(folder), summary, read_metrics(folder), curves, device, spread)
 
 

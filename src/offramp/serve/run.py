@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from offramp.bundle import load_bundle
 from offramp.console import console
+from offramp.runtime import warm
 from offramp.serve.app import create_app
 from offramp.serve.config import ServeConfig
 
@@ -32,7 +33,9 @@ def serve(
 ) -> None:
     """Load a bundle and answer until SIGTERM or SIGINT; then take no more and finish what is inside."""
     bundle = load_bundle(bundle_path, device=device, own_process=True)
-    bundle(np.zeros((1, *bundle.card.input_shape), np.float32))  # libraries choose their algorithms now
+    config = config or ServeConfig()
+    for size in (1, config.batch):  # the first requests shall not wait for this
+        warm(bundle.engine, np.zeros((size, *bundle.card.input_shape), np.float32))
     run_app(create_app(bundle, config), host, port)
 
 

@@ -106,12 +106,12 @@ class Worker:
         self._tell([])
 
     def _step(self) -> None:
-        began, left = time.perf_counter(), []
+        left: list[Left] = []
         try:
             left = self.pool.work(self._hurry)
         except Exception:
             self._failed()
-        self._stage_s = max(time.perf_counter() - began, 0.8 * self._stage_s)
+        self._stage_s = max(self.pool.took_s, 0.8 * self._stage_s)
         self._tell(left)
 
     def _failed(self) -> None:
@@ -119,9 +119,12 @@ class Worker:
         log.exception("a stage failed; the images in it are answered with an error, the server goes on")
 
     def _expire(self) -> None:
-        """Whoever could not finish another stage in time leaves with the answer it has."""
+        """Whoever could not finish another stage in time leaves with the answer it has; not out of a stage."""
         until = time.perf_counter() + self._stage_s
         late = [t for t in self._inside.values() if t.deadline is not None and t.deadline <= until and t.guesses]
+        if late and self.pool.running:
+            within = {id(ticket) for stage in self.pool.running for ticket in stage.tickets}
+            late = [ticket for ticket in late if id(ticket) not in within]
         for ticket in late:
             ticket.cancelled = True  # the pool drops it
         if late:
