@@ -8,9 +8,10 @@ import pytest
 
 from conftest import SMALL_RUN
 from offramp.calibrate import PolicyRequest, calibrate_run
-from offramp.config import load_recipe, with_settings
+from offramp.config import with_settings
 from offramp.evaluate import evaluate_run
 from offramp.export import export_run
+from offramp.recipe import load_recipe
 from offramp.train import train_run
 
 SMALL_NET = "model.overrides={blocks=[1, 1, 1], base_width=4, growth=4, head_width=8}"

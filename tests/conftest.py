@@ -15,7 +15,8 @@ from PIL import Image
 
 from browser import CHROMIUM
 from offramp.cli import main
-from offramp.config import RunConfig, load_recipe, with_settings
+from offramp.config import RunConfig, with_settings
+from offramp.recipe import load_recipe
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels are read as Python; Triton must know before it is first imported

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from offramp.config import RunConfig, load_recipe, with_settings
+from offramp.config import RunConfig, with_settings
 from offramp.files import write_json
 from offramp.outputs import EvalSummary, ExitScore
+from offramp.recipe import load_recipe
 
 COSTS = (1_000_000, 2_500_000, 5_000_000)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from offramp.config import RunConfig, list_recipes, load_recipe, with_settings
+from offramp.config import RunConfig, with_settings
+from offramp.recipe import list_recipes, load_recipe
 
 
 def test_every_packaged_recipe_is_valid_and_opens_with_its_claim() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offramp.config import load_recipe
 from offramp.evaluate import evaluate_run
+from offramp.recipe import load_recipe
 from offramp.train import train_run
 
 

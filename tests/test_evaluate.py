@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import call
 from offramp import evaluate_run, exit_costs, load_dataset, load_model
 from offramp.config import RunConfig
 from offramp.data import ArrayDataset
@@ -66,9 +67,15 @@ def test_hits_with_fewer_than_five_classes() -> None:
     assert count_hits(logits, torch.tensor([0, 0])).tolist() == [[1], [2]]
 
 
-def test_without_a_calibration_split_only_the_test_split_is_evaluated(tmp_path: Path, small_config: Config) -> None:
+def test_without_a_calibration_split_only_the_test_split_is_evaluated(
+    tmp_path: Path, small_config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = train_run(small_config("train.epochs=1", "data.calibration=0"), tmp_path / "run", device="cpu")
     assert list(evaluate_run(run, device="cpu").exits) == ["test"]
+    capsys.readouterr()
+    assert call(monkeypatch, "eval", run, "--device", "cpu") == 0
+    said = capsys.readouterr().out
+    assert "next: offramp report" in said and "calibrate" not in said  # there is nothing to choose policies on
 
 
 def test_an_unfinished_run_says_so(run: Path) -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from conftest import call
 from offramp import load_bundle
-from offramp.config import load_recipe
 from offramp.fit import configuration
+from offramp.recipe import load_recipe
 
 SMALL = (
     "model.name=msdnet-tiny",

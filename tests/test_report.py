@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from offramp.cli import main
-from offramp.config import list_recipes
 from offramp.policy import outcome
+from offramp.recipe import list_recipes
 from offramp.report import tables
 from offramp.report.answer import compare, headline
 from offramp.report.gather import Group, find_runs, gather

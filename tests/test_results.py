@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from conftest import call
-from offramp.config import decisive, load_recipe, with_settings
+from offramp.config import decisive, with_settings
+from offramp.recipe import load_recipe
 from offramp.results.claim import Difference, all_else, differences, verdict
 from offramp.results.page import label, write_page
 from offramp.results.price import baseline_epochs

@@ -20,9 +20,10 @@ from torch import nn
 from conftest import SMALL_RUN, call
 from offramp import ExitNet, load_model, register_model
 from offramp.checkpoint import load_state
-from offramp.config import RunConfig, load_recipe, with_settings
+from offramp.config import RunConfig, with_settings
 from offramp.models.store import read_tensors
 from offramp.rates import cosine
+from offramp.recipe import load_recipe
 from offramp.runs import read_metrics
 from offramp.stopping import Stopped
 from offramp.train import names, train_run, train_runs

@@ -25,11 +25,11 @@ _HOME = {
     "exit_costs": "offramp.models.cost",
     "export_run": "offramp.export",
     "list_models": "offramp.models.registry",
-    "list_recipes": "offramp.config",
+    "list_recipes": "offramp.recipe",
     "load_bundle": "offramp.bundle",
     "load_dataset": "offramp.data",
     "load_model": "offramp.models.store",
-    "load_recipe": "offramp.config",
+    "load_recipe": "offramp.recipe",
     "read_policies": "offramp.policy",
     "register_model": "offramp.models.registry",
     "train_run": "offramp.train",
@@ -42,7 +42,7 @@ __all__ = ["__version__", *sorted(_HOME)]
 if TYPE_CHECKING:
     from offramp.bundle import Bundle, load_bundle
     from offramp.calibrate import PolicyRequest, calibrate_run
-    from offramp.config import RunConfig, list_recipes, load_recipe, with_settings
+    from offramp.config import RunConfig, with_settings
     from offramp.data import load_dataset
     from offramp.evaluate import evaluate_run
     from offramp.export import export_run
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from offramp.models.store import load_model
     from offramp.outputs import EvalSummary
     from offramp.policy import Policies, Policy, read_policies
+    from offramp.recipe import list_recipes, load_recipe
     from offramp.report.write import write_report
     from offramp.result import ExitResult
     from offramp.train import train_run

@@ -98,7 +98,7 @@ def info(
 @app.command()
 def recipes() -> None:
     """List the packaged recipes and what each of them claims."""
-    from offramp.config import list_recipes, load_recipe
+    from offramp.recipe import list_recipes, load_recipe
 
     rows = []
     for recipe in map(load_recipe, list_recipes()):
@@ -123,7 +123,8 @@ def train(
 
     For example: offramp train digits-baseline --out runs/first --set train.epochs=3
     """
-    from offramp.config import load_recipe, with_settings
+    from offramp.config import with_settings
+    from offramp.recipe import load_recipe
     from offramp.train import train_runs
 
     changes = list(settings or [])

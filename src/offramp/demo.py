@@ -10,13 +10,13 @@ from PIL import Image
 from offramp.bench_infer import median_ms
 from offramp.bundle import load_bundle
 from offramp.calibrate import calibrate_run
-from offramp.config import load_recipe
 from offramp.console import console, print_table
 from offramp.engines.torch_engine import TorchEngine, whole_network
 from offramp.evaluate import evaluate_run
 from offramp.export import export_run
 from offramp.outputs import EvalSummary, read_outputs
 from offramp.predict import predict, result_table
+from offramp.recipe import load_recipe
 from offramp.report.write import write_report
 from offramp.train import train_run
 

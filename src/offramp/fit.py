@@ -16,7 +16,7 @@ from offramp.build import fit_to_data, new_model
 from offramp.bundle import FORMATS
 from offramp.calibrate import PolicyRequest, calibrate_run
 from offramp.choices import unknown
-from offramp.config import RunConfig, load_recipe, with_settings
+from offramp.config import RunConfig, with_settings
 from offramp.data import load_dataset
 from offramp.data.imagefolder import load_imagefolder
 from offramp.evaluate import evaluate_run
@@ -26,6 +26,7 @@ from offramp.models.cost import exit_costs
 from offramp.outputs import EVAL, SUMMARY
 from offramp.policy import check_budget
 from offramp.pretrained import is_bundle
+from offramp.recipe import load_recipe
 from offramp.report.write import Report, write_report
 from offramp.train import train_run
 

@@ -18,11 +18,12 @@ import numpy as np
 
 from offramp.calibrate import q_family, searched_family
 from offramp.confidence import Answers, answers, fit_temperatures
-from offramp.config import RunConfig, decisive, list_recipes, load_recipe
+from offramp.config import RunConfig, decisive
 from offramp.files import read_json
 from offramp.metrics import Curve, ExitMetrics, Overthinking, curve, exit_metrics, overthinking
 from offramp.outputs import EVAL, SUMMARY, EvalSummary, Outputs, read_arrays, read_outputs, read_summary
 from offramp.policy import Policies
+from offramp.recipe import list_recipes, load_recipe
 from offramp.runs import CONFIG, read_config, read_metrics
 
 log = logging.getLogger("offramp")

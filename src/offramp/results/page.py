@@ -16,9 +16,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from offramp.config import WeightingConfig, list_recipes, load_recipe
+from offramp.config import WeightingConfig
 from offramp.console import millions
 from offramp.files import write_bytes
+from offramp.recipe import list_recipes, load_recipe
 from offramp.report.drawing import Panels, save
 from offramp.report.figures import draw_accuracy
 from offramp.report.gather import COLOURS, Group, RunData, by_configuration, method_label

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
-from offramp.config import RunConfig, decisive, list_recipes, load_recipe
+from offramp.config import RunConfig, decisive
 from offramp.files import read_json, write_bytes, write_json
 from offramp.metrics import Curve
 from offramp.outputs import EVAL, SUMMARY, EvalSummary, ExitScore, read_summary
+from offramp.recipe import list_recipes, load_recipe
 from offramp.report.gather import RunData, last_samples, read_run
 from offramp.runs import CONFIG, METRICS, read_config, read_metrics
 

@@ -4,7 +4,8 @@ MSDNet's maps are many and thin: 6 to 48 new channels per layer. Libraries pad s
 one kernel after another for what is a single sweep over memory.
 """
 
-from offramp.models.kernels.convolution import ALONG, SQUARES, as_filter, convolve, filter_gradient
+from offramp.models.kernels.convolution import ALONG, SQUARES, as_filter, convolve
+from offramp.models.kernels.filters import filter_gradient
 from offramp.models.kernels.maps import as_map, as_rows, join, new_map, row_stride
 from offramp.models.kernels.norm import gradient_before_relu, normalise_relu, tangent_after_relu
 

@@ -1,8 +1,7 @@
-"""Convolutions as implicit matrix products: forwards, for gradients, for tangents, and the filter's gradient.
+"""Convolutions as implicit matrix products: forwards, for gradients, for tangents, all by one kernel.
 
-One kernel does the first three. It sums up what BatchNorm needs on the way: partial sums per program, which are added
-up in a fixed order later, so that results repeat bit for bit. Taps are the filter's places, `inner` channels are summed
-over, `outer` ones come out.
+It sums up what BatchNorm needs on the way: partial sums per program, which are added up in a fixed order later, so that
+results repeat bit for bit. Taps are the filter's places, `inner` channels are summed over, `outer` ones come out.
 """
 
 from __future__ import annotations
@@ -12,79 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from offramp.models.kernels.maps import count_rows, eights, join, kernel, power_of_two, row_stride, split, write_sums
-from offramp.models.kernels.tiles import conv_tiles, filter_tiles, transposed_tiles
+from offramp.models.kernels.geometry import depth_at, places, sides, taps, under
+from offramp.models.kernels.maps import eights, join, kernel, row_stride, split, write_sums
+from offramp.models.kernels.tiles import conv_tiles, transposed_tiles
 
 IN_EIGHTS = tl.constexpr(2)  # how a map to add lies in memory
 NO_SUMS, SQUARES, ALONG = 0, 1, 2  # what is summed up of a result: nothing; it and its squares; it, and along a map
-
-
-@triton.jit
-def _places(rows, py, px, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, FOLD: tl.constexpr):
-    """Image, top and left of rows, which count every FOLD-th pixel down and right from (py, px)."""
-    high: tl.constexpr = (HEIGHT + FOLD - 1) // FOLD
-    wide: tl.constexpr = (WIDTH + FOLD - 1) // FOLD
-    return rows // (high * wide), rows // wide % high * FOLD + py, rows % wide * FOLD + px
-
-
-@triton.jit
-def _under(
-    rows,
-    image,
-    top,
-    left,
-    ty,
-    tx,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):
-    """The pixel of the map read that lies under the tap (ty, tx), and whether there is one; [rows, taps].
-
-    Under a filter of one tap that takes every pixel it is the row itself.
-    """
-    if SIZE == 1 and STRIDE == 1:
-        return rows[:, None], rows[:, None] >= 0
-    image, top, left = image[:, None], top[:, None], left[:, None]
-    if TRANSPOSED:
-        down = top + SIZE // 2 - ty
-        right = left + SIZE // 2 - tx
-        ok = (down >= 0) & (right >= 0)
-        down = down // STRIDE
-        right = right // STRIDE
-        ok = ok & (down < HEIGHT) & (right < WIDTH)
-    else:
-        down = top * STRIDE + ty - SIZE // 2
-        right = left * STRIDE + tx - SIZE // 2
-        ok = (down >= 0) & (right >= 0) & (down < HEIGHT) & (right < WIDTH)
-    return (image * HEIGHT + down) * WIDTH + right, ok
-
-
-@triton.jit
-def _taps(parity, SIZE: tl.constexpr, FOLD: tl.constexpr):
-    """Along one side: the first tap that a pixel of this parity is under, and how many are, FOLD apart."""
-    first = (parity + SIZE // 2) % FOLD
-    return first, (SIZE - first + FOLD - 1) // FOLD
-
-
-@triton.jit
-def _depth(step, first_x, count_x, inner, FOLD: tl.constexpr, ROOM: tl.constexpr, BK: tl.constexpr):
-    """What of the depth a step takes: how many rows of taps before it, its tap across, channels, which of them count.
-
-    ROOM: all taps of a row together, with so many channels each; else one tap, BK channels at a time.
-    """
-    inner8 = (inner + 7) // 8 * 8
-    k = tl.arange(0, BK)
-    if ROOM:
-        channel = k % ROOM
-        return step, first_x + k // ROOM * FOLD, channel, (channel < inner8) & (k // ROOM < count_x)
-    else:
-        blocks = tl.cdiv(inner, BK)
-        place = step // blocks
-        channel = (step - place * blocks) * BK + k
-        return place // count_x, first_x + place % count_x * FOLD, channel, channel < inner8
 
 
 @triton.jit
@@ -148,13 +80,13 @@ def _product(
 ):
     """A tile of x * w (+ x2 * w2): the sum over the taps that its pixels lie under, and over all inner channels."""
     FOLD: tl.constexpr = STRIDE if TRANSPOSED else 1
-    first_y, count_y = _taps(py, SIZE, FOLD)
-    first_x, count_x = _taps(px, SIZE, FOLD)
+    first_y, count_y = taps(py, SIZE, FOLD)
+    first_x, count_x = taps(px, SIZE, FOLD)
     acc = tl.zeros([BM, BN], tl.float32)
     for step in range(count_y if ROOM else count_y * count_x * tl.cdiv(inner, BK)):
-        down, tx, channel, deep_ok = _depth(step, first_x, count_x, inner, FOLD, ROOM, BK)
+        down, tx, channel, deep_ok = depth_at(step, first_x, count_x, inner, FOLD, ROOM, BK)
         ty = first_y + down * FOLD
-        pixel, ok = _under(rows, image, top, left, ty, tx, HEIGHT, WIDTH, SIZE, STRIDE, TRANSPOSED)
+        pixel, ok = under(rows, image, top, left, ty, tx, HEIGHT, WIDTH, SIZE, STRIDE, TRANSPOSED)
         ok, tap = ok & row_ok[:, None], ty * SIZE + tx
         acc = _add_product(
             acc, x, w, row_x8, row_w8, pixel, ok, tap, channel, deep_ok, cols, inner, outer, SIZE * SIZE, TRANSPOSED
@@ -220,7 +152,7 @@ def _conv(
         inv = tl.load(inverse_std + cols, mask=col_ok, other=0.0)
     for tile in range(tiles_each):
         rows = (program * tiles_each + tile) * BM + tl.arange(0, BM)
-        image, top, left = _places(rows, py, px, OUT_HEIGHT, OUT_WIDTH, FOLD)
+        image, top, left = places(rows, py, px, OUT_HEIGHT, OUT_WIDTH, FOLD)
         row_ok = rows < rows_total
         own = rows
         if FOLD > 1:
@@ -247,61 +179,6 @@ def _conv(
                 second += value * ((before.to(tl.float32) - mu[None, :]) * inv[None, :])
     if SUMS > 0:
         write_sums(sums, first, second, program, cols, outer)
-
-
-@kernel
-def _filter_gradient(
-    x,
-    gradient,
-    parts,
-    rows_total: int,
-    tiles_each: int,
-    inner: int,
-    outer: int,
-    row_x8: int,
-    row_gradient8: int,
-    HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    OUT_HEIGHT: tl.constexpr,
-    OUT_WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,
-    STRIDE: tl.constexpr,
-    ROOM: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """Partial sums over rows of gradient (outer channels, BN at a time) x input (some of the depth at a time)."""
-    program = tl.program_id(0)
-    cols = tl.program_id(1) * BN + tl.arange(0, BN)
-    ty, tx, channel, deep_ok = _depth(tl.program_id(2), 0, SIZE, inner, 1, ROOM, BK)
-    acc = tl.zeros([BN, BK], tl.float32)
-    for tile in range(tiles_each):
-        rows = (program * tiles_each + tile) * BM + tl.arange(0, BM)
-        row_ok = rows < rows_total
-        image, top, left = _places(rows, 0, 0, OUT_HEIGHT, OUT_WIDTH, 1)
-        pixel, ok = _under(rows, image, top, left, ty, tx, HEIGHT, WIDTH, SIZE, STRIDE, False)
-        mask = ok & row_ok[:, None] & deep_ok[None, :]
-        b = tl.load(x + pixel * (row_x8 * 8) + channel[None, :], mask=mask, other=0.0)
-        here = row_ok[:, None] & (cols < row_gradient8 * 8)[None, :]
-        a = tl.load(gradient + rows[:, None] * (row_gradient8 * 8) + cols[None, :], mask=here, other=0.0)
-        acc = tl.dot(tl.trans(a), b, acc, input_precision="ieee")
-    depth = SIZE * SIZE * inner
-    ok = (cols < outer)[:, None] & (deep_ok & (channel < inner))[None, :]
-    at = parts + program * outer * depth + cols[:, None] * depth + ((ty * SIZE + tx) * inner + channel)[None, :]
-    tl.store(at, acc, mask=ok)
-
-
-@kernel
-def _total(parts, total, count: int, elements: int, BP: tl.constexpr, BC: tl.constexpr):
-    """The sum of so many parts, in a fixed order."""
-    cols = tl.program_id(0) * BC + tl.arange(0, BC)
-    acc = tl.zeros([BP, BC], tl.float32)
-    for start in range(0, count, BP):
-        rows = start + tl.arange(0, BP)
-        ok = (rows < count)[:, None] & (cols < elements)[None, :]
-        acc += tl.load(parts + rows[:, None] * elements + cols[None, :], mask=ok, other=0.0)
-    tl.store(total + cols, tl.sum(acc, axis=0), mask=cols < elements)
 
 
 def convolve(
@@ -339,39 +216,12 @@ def convolve(
         x, weight, other, weight2, y, seen, mean, inverse_std, y if plus is None else plus,
         y if partial is None else partial,
         rows, each, inner, outer, *(row_stride(m) // 8 for m in (x, other, weight, y, seen)), row_plus,
-        **_sides(x, y, size, stride), TRANSPOSED=transposed, PAIR=pair is not None, SUMS=sums,
+        **sides(x, y, size, stride), TRANSPOSED=transposed, PAIR=pair is not None, SUMS=sums,
         PLUS=0 if plus is None else 1 + plus_eights, **tiles.constants(x.element_size()),
     )  # fmt: skip
     return partial
 
 
-def _sides(x: Tensor, y: Tensor, size: int, stride: int) -> dict[str, int]:
-    """What a kernel must know of the maps' shapes; nothing where each pixel stands alone, so that one serves all."""
-    sides = (1, 1, 1, 1) if size == stride == 1 else (*x.shape[2:], *y.shape[2:])
-    names = ("HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SIZE", "STRIDE")
-    return dict(zip(names, (*sides, size, stride), strict=True))
-
-
 def as_filter(weight: Tensor, like: Tensor) -> Tensor:
     """A filter laid out as a map, in the precision of the maps it meets."""
     return join([weight.contiguous(memory_format=torch.channels_last)], like.dtype)
-
-
-def filter_gradient(x: Tensor, gradient: Tensor, weight: Tensor, stride: int) -> Tensor:
-    """The gradient of the filter, float32, laid out as the filter is."""
-    out_channels, in_channels, size, _ = weight.shape
-    rows = count_rows(gradient)
-    tiles = filter_tiles(in_channels, out_channels, size)
-    columns = triton.cdiv(out_channels, tiles.columns)
-    blocks = size if tiles.room else size * size * triton.cdiv(in_channels, tiles.depth)
-    programs, each = split(rows, tiles.rows, columns * blocks, tiles.programs)
-    parts = torch.empty(programs, out_channels, size, size, in_channels, device=x.device)
-    _filter_gradient[(programs, columns, blocks)](
-        x, gradient, parts, rows, each, in_channels, out_channels, row_stride(x) // 8, row_stride(gradient) // 8,
-        **_sides(x, gradient, size, stride), **tiles.constants(x.element_size()),
-    )  # fmt: skip
-    total = torch.empty_like(parts[0])
-    tall = power_of_two(programs, 8, 128)
-    wide = 4096 // tall
-    _total[(triton.cdiv(total.numel(), wide),)](parts, total, programs, total.numel(), BP=tall, BC=wide)
-    return total.permute(0, 3, 1, 2)
