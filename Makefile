@@ -21,7 +21,7 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/mypy
 
 slow: $(READY) ## the tests that take minutes
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow --timeout 1800
 
 clean: ## remove the environment and caches; runs are kept
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
@@ -25,9 +26,14 @@ def q_thresholds(confidences: np.ndarray, q: float) -> Thresholds:
     Where that is none, or more than are left, nobody leaves. All samples tied with the last one leave with it.
     """
     num_exits, samples = confidences.shape
-    staying = np.ones(samples, bool)
+    return _letting_out(confidences, exit_counts(samples, num_exits, q))
+
+
+def _letting_out(confidences: np.ndarray, counts: Sequence[int]) -> Thresholds:
+    """Thresholds by which so many leave at each exit."""
+    staying = np.ones(confidences.shape[1], bool)
     found = []
-    for own, count in zip(confidences[:-1], exit_counts(samples, num_exits, q)[:-1], strict=True):
+    for own, count in zip(confidences[:-1], counts[:-1], strict=True):
         left = own[staying]
         found.append(_leaving(left, count) if 0 < count <= len(left) else NEVER)
         staying &= ~(own >= np.float32(found[-1]))
@@ -36,12 +42,18 @@ def q_thresholds(confidences: np.ndarray, q: float) -> Thresholds:
 
 def q_at_budget(confidences: np.ndarray, costs: Sequence[float], budget: float) -> tuple[float | None, Thresholds]:
     """The paper's rule with the largest q found whose mean cost fits; without any, everybody leaves at exit 1."""
+
+    @cache
+    def rule(counts: tuple[int, ...]) -> tuple[Thresholds, float]:  # soon no other counts lie between two q
+        thresholds = _letting_out(confidences, counts)
+        return thresholds, mean_cost(exits_taken(confidences, thresholds), costs)
+
     low, high = 1e-3, 1e3
     best: tuple[float | None, Thresholds] = None, (0.0,) * (len(costs) - 1)
     for _ in range(40):
         q = float((low * high) ** 0.5)
-        thresholds = q_thresholds(confidences, q)
-        if mean_cost(exits_taken(confidences, thresholds), costs) <= budget:
+        thresholds, cost = rule(exit_counts(confidences.shape[1], len(confidences), q))
+        if cost <= budget:
             low, best = q, (q, thresholds)
         else:
             high = q
