@@ -70,17 +70,21 @@ def test_verbs_know_its_name(
     assert "of which no other bundle can be made" in capsys.readouterr().err
 
 
-def test_msdnet5_trained_on_cifar100_gives_its_golden_logits() -> None:
+def test_what_comes_trained_is_listed() -> None:
+    assert pretrained_names() == ["msdnet5-cifar100", "msdnet7-cifar100"]
+
+
+@pytest.mark.parametrize("name", pretrained_names())
+def test_what_comes_trained_gives_its_golden_logits(name: str) -> None:
     """Its golden inputs are drawn, no image of CIFAR; each exit's guesses about them are the very ones."""
-    assert "msdnet5-cifar100" in pretrained_names()
-    bundle = load_bundle("msdnet5-cifar100", device="cpu")
+    bundle = load_bundle(name, device="cpu")
     images, expected = read_golden(bundle.folder)
     assert np.abs(images - drawn_images((3, 32, 32)).astype(int)).max() <= 1  # sines may round otherwise elsewhere
     assert bundle.check_golden() < 1e-3
     ready = bundle.card.preprocessing.normalise(images)
     np.testing.assert_array_equal(all_logits(bundle.engine, ready).argmax(-1), expected.argmax(-1))
     assert len(np.unique(expected.argmax(-1))) > 4  # not one answer to everything
-    model = create_model("msdnet5-cifar100", pretrained=True)
+    model = create_model(name, pretrained=True)
     assert [cost.mul_adds for cost in exit_costs(model)] == list(bundle.costs)
     assert len(bundle.classes) == 100 and bundle.classes[0] == "apple"
 

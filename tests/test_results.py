@@ -15,7 +15,7 @@ from offramp.recipe import load_recipe
 from offramp.results.claim import Difference, all_else, differences, verdict
 from offramp.results.page import label, write_page
 from offramp.results.price import baseline_epochs
-from offramp.results.store import StoredRun, read_stored, stored_runs
+from offramp.results.store import StoredRun, about_weights, read_stored, stored_runs
 from saved import write_run
 
 BUDGETS = (2e6, 4e6)
@@ -102,7 +102,7 @@ def test_two_settings_are_compared_on_the_calibration_split_and_by_their_weights
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = write_page(results, tmp_path / "page.md").read_text()
-    assert "on the calibration split |" not in one and "spread of the weights" not in one  # there is nothing to choose
+    assert "on the calibration split |" not in one  # there is nothing to choose
     run = write_run(tmp_path / "runs/other", "digits-learned", 0, 1.1)
     config = json.loads((run / "config.json").read_text())
     config["weighting"]["interval"] = 4
@@ -111,12 +111,23 @@ def test_two_settings_are_compared_on_the_calibration_split_and_by_their_weights
     text = write_page(results, tmp_path / "page.md").read_text()
     assert "on the calibration split |" in text and "learned weights, msdnet-tiny, calibration=400, interval=4" in text
     with np.load(run / "samples/epoch-0003.npz") as samples:
-        spread = samples["weights"].std(0)
-    assert next(r for r in stored_runs(results) if r.changes.get("weighting.interval") == 4).spread == pytest.approx(
-        spread, abs=1e-4
-    )
-    assert f"| {spread[0]:.2f} | {spread[1]:.2f} | {spread[2]:.2f} |" in text
-    assert [r.spread for r in stored_runs(results) if r.config.weighting.name == "uniform"] == [(), ()]
+        weights, losses = samples["weights"], samples["losses"]
+    expected = {
+        "mean": weights.mean(0),
+        "spread": weights.std(0),
+        "counted": [np.average(w, weights=loss) for w, loss in zip(weights.T, losses.T, strict=True)],
+    }
+    kept = next(r for r in stored_runs(results) if r.changes.get("weighting.interval") == 4).weights
+    words = ("mean weight", "spread of the weights", "weighted loss / plain loss")
+    for (name, values), what in zip(expected.items(), words, strict=True):
+        assert kept[name] == pytest.approx(values, abs=1e-4)
+        assert f"interval=4 | {what} | 1 | " + " | ".join(f"{value:.2f}" for value in values) in text
+    assert [r.weights for r in stored_runs(results) if r.config.weighting.name == "uniform"] == [{}, {}]
+
+
+def test_samples_without_any_loss_count_as_they_are() -> None:
+    nothing = {"weights": np.full((4, 2), 1.5, np.float32), "losses": np.zeros((4, 2), np.float32)}
+    assert about_weights(nothing) == {"mean": [1.5, 1.5], "spread": [0, 0], "counted": [1, 1]}
 
 
 def test_a_log_is_enough_to_choose_between_settings(
@@ -130,7 +141,7 @@ def test_a_log_is_enough_to_choose_between_settings(
     assert call(monkeypatch, *keep) == 2  # nobody keeps an untested run by mistake
     assert call(monkeypatch, *keep, "--log-only") == 0
     stored = next(run for run in stored_runs(results) if run.summary is None)
-    assert stored.metrics == () and stored.curves == {} and len(stored.spread) == 3
+    assert stored.metrics == () and stored.curves == {} and len(stored.weights["spread"]) == 3
     parts = write_page(results, tmp_path / "page.md").read_text().split("on the calibration split |")
     assert "interval=4" not in parts[0] and "interval=4 | 1 | 75.00" in parts[1]
     (stored.folder / "eval").mkdir()

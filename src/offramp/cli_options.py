@@ -12,7 +12,10 @@ from offramp.console import console
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data set; digits needs none.")]
 BundlePath = Annotated[
-    Path, typer.Argument(help="A bundle folder, or msdnet5-cifar100, which comes trained.", metavar="BUNDLE")
+    Path,
+    typer.Argument(
+        help="A bundle folder, or msdnet5-cifar100 or msdnet7-cifar100, which come trained.", metavar="BUNDLE"
+    ),
 ]
 Budget = Annotated[str | None, typer.Option(help="Mean mul-adds allowed per image, for example 15M.", metavar="COUNT")]
 Times = Annotated[Path | None, typer.Option(help="Stage times that `offramp bench infer --json` wrote.")]

@@ -16,7 +16,10 @@ verbs = typer.Typer()
 @verbs.command()
 def export(
     run: Annotated[
-        str, typer.Argument(help="A run that was evaluated and calibrated, a torch bundle, or msdnet5-cifar100.")
+        str,
+        typer.Argument(
+            help="A run that was evaluated and calibrated, a torch bundle, or a network that comes trained."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The bundle's folder; it must not be there yet.")],
     policy: Annotated[Path | None, typer.Option(help="A policy file; default: RUN/policy.json.")] = None,

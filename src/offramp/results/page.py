@@ -25,7 +25,7 @@ from offramp.report.figures import draw_accuracy
 from offramp.report.gather import COLOURS, Group, RunData, by_configuration, method_label
 from offramp.results.claim import all_else, differences, pairs, verdict
 from offramp.results.price import baseline_epochs
-from offramp.results.store import StoredRun, stored_name, stored_runs
+from offramp.results.store import OF_WEIGHTS, StoredRun, stored_name, stored_runs
 from offramp.tables import to_markdown, with_spread
 
 SECTION = "section.toml"
@@ -99,7 +99,8 @@ def _section(section: Section, out: Path) -> str:
         parts.append(_budgeted(section.tested, section.budgets))
         parts += [_paired(before, after, section) for before, after in pairs(section.tested)]
         if len(pairs(section.groups)) > 1:  # what the choice between settings may look at
-            parts += [_tuned(section), _spreads(section.groups)]
+            parts.append(_tuned(section))
+        parts.append(_weights(section.groups))
         parts.append(_picture(section, out))
     parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.groups))
     return "\n".join(part for part in parts if part)
@@ -116,6 +117,13 @@ def label(group: Sequence[StoredRun]) -> str:
     ]
     name = f"{method_label(first.config)}, {first.config.model.name}"
     return ", ".join([name, *changed])
+
+
+def _apart(groups: Groups) -> list[str]:
+    """Labels for a legend, without what they all share."""
+    parts = [label(group).split(", ") for group in groups]
+    shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
+    return [", ".join(part for part in own if part not in shared) or own[0] for own in parts]
 
 
 def _word(value: Any) -> str:
@@ -213,11 +221,21 @@ def _tuned(section: Section) -> str:
     return to_markdown(columns, rows)
 
 
-def _spreads(groups: Groups) -> str:
-    """How far the weights learned lie apart; nothing where nobody kept that."""
-    found = [(label(group), np.array([run.spread for run in group if run.spread])) for group in groups]
-    rows = [[name, *(with_spread(column) for column in spreads.T)] for name, spreads in found if len(spreads)]
-    return to_markdown(["spread of the weights", *_numbers(len(rows[0]) - 1)], rows) if rows else ""
+def _weights(groups: Groups) -> str:
+    """What the learned weights did to training samples; nothing where nobody kept that."""
+    words = {"mean": "mean weight", "spread": "spread of the weights", "counted": "weighted loss / plain loss"}
+    found = [
+        (label(group), words[name], np.array([run.weights[name] for run in group if name in run.weights]))
+        for group in groups
+        for name in OF_WEIGHTS
+    ]
+    exits = max((values.shape[1] for *_, values in found if len(values)), default=0)
+    rows = [
+        [name, what, str(len(values)), *_filled([with_spread(column) for column in values.T], exits)]
+        for name, what, values in found
+        if len(values)
+    ]
+    return to_markdown(["in the last epoch", "", "seeds", *_numbers(exits)], rows) if rows else ""
 
 
 def _calibration(group: Sequence[StoredRun]) -> np.ndarray:
@@ -227,8 +245,8 @@ def _calibration(group: Sequence[StoredRun]) -> np.ndarray:
 
 def _picture(section: Section, out: Path) -> str:
     drawn = [
-        Group(label(group), COLOURS[at % len(COLOURS)], cast(tuple[RunData, ...], tuple(group)))
-        for at, group in enumerate(section.tested)
+        Group(name, COLOURS[at % len(COLOURS)], cast(tuple[RunData, ...], tuple(group)))
+        for at, (name, group) in enumerate(zip(_apart(section.tested), section.tested, strict=True))
     ]
     panels = Panels(section.name, section.title, [partial(draw_accuracy, drawn, "q")], "wide")
     save(panels, out.with_suffix(""))

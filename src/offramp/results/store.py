@@ -6,7 +6,7 @@ Weights, logits and where the data lay stay behind.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ CURVES = "curves.json"
 WEIGHTS = "weights.json"
 ENVIRONMENT = "environment.json"
 FACTS = ("python", "packages", "device")  # not where things lay on the machine
+OF_WEIGHTS = ("mean", "spread", "counted")
+WeightsKept = dict[str, tuple[float, ...]]  # some of OF_WEIGHTS, each for every exit
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class StoredRun:
     log: list[dict[str, Any]]
     curves: dict[str, Curve]
     device: str
-    spread: tuple[float, ...] = ()  # standard deviation of the weights learned, at every exit, in the last epoch
+    weights: WeightsKept = field(default_factory=dict)  # what the learned ones did in the last epoch
 
     @property
     def metrics(self) -> tuple[ExitScore, ...]:
@@ -101,7 +103,7 @@ def keep_run(run: Path, into: Path, *, log_only: bool = False) -> Path:
         write_json(target / ENVIRONMENT, {key: known[key] for key in FACTS if key in known})
     samples = last_samples(run)
     if samples is not None and config.weighting.name == "learned":
-        write_json(target / WEIGHTS, {"schema": 1, "spread": spread_of(samples)})
+        write_json(target / WEIGHTS, {"schema": 1, **about_weights(samples)})
     if data is not None:
         _keep_evaluation(data, target)
     return target
@@ -116,9 +118,16 @@ def _keep_evaluation(data: RunData, target: Path) -> None:
     write_json(target / CURVES, {"schema": 1, "curves": curves})
 
 
-def spread_of(samples: Mapping[str, np.ndarray]) -> list[float]:
-    """How far the weights of training samples differ at every exit: their standard deviation."""
-    return [round(float(sd), 4) for sd in samples["weights"].std(0)]
+def about_weights(samples: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
+    """At every exit, over training samples: the weights' mean, their standard deviation, and how the loss counts.
+
+    The last is the weighted loss as a multiple of the plain one: what the exit gains or loses in the sum to minimise.
+    """
+    weights, losses = (samples[name].astype(np.float64) for name in ("weights", "losses"))
+    plain = losses.sum(0)
+    counted = np.divide((weights * losses).sum(0), plain, out=np.ones_like(plain), where=plain > 0)
+    found = (weights.mean(0), weights.std(0), counted)
+    return {name: np.round(values, 4).tolist() for name, values in zip(OF_WEIGHTS, found, strict=True)}
 
 
 def stored_name(config: RunConfig) -> str:
@@ -139,12 +148,12 @@ def read_stored(folder: Path) -> StoredRun:
     kept = read_json(folder / CURVES) if tested else {"curves": {}}
     try:
         curves = {name: Curve(tuple(own["mul_adds"]), tuple(own["top1"])) for name, own in kept["curves"].items()}
-        spread = tuple(map(float, weights.get("spread", ())))
+        about = {name: tuple(map(float, weights[name])) for name in OF_WEIGHTS if name in weights}
         device = str(known.get("device", ""))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder} is not what was kept of a run") from error
     summary = read_summary(folder) if tested else None
-    return StoredRun(folder, read_config(folder), summary, read_metrics(folder), curves, device, spread)
+    return StoredRun(folder, read_config(folder), summary, read_metrics(folder), curves, device, about)
 
 
 def _read(path: Path) -> Any:
