@@ -12,8 +12,10 @@ import pytest
 from conftest import call
 from offramp.config import decisive, with_settings
 from offramp.recipe import load_recipe
-from offramp.results.claim import Difference, all_else, differences, verdict
-from offramp.results.page import label, write_page
+from offramp.report.figures import marks_of_accuracy
+from offramp.report.gather import Group
+from offramp.results.claim import Difference, all_else, differences, shared_seeds, verdict
+from offramp.results.page import apart, label, write_page
 from offramp.results.price import baseline_epochs
 from offramp.results.store import StoredRun, about_weights, read_stored, stored_runs
 from saved import write_run
@@ -82,6 +84,13 @@ def test_the_page_is_written_from_what_is_kept(results: Path, tmp_path: Path, mo
         assert " ".join(f"{100 * s.top1:.2f}" for s in run.metrics) in text
     assert "learned weights, msdnet-tiny" in text and "Digits." in text
     assert "against it: exit 1 (+0.00 ± 0.00)." in text  # these runs differ only behind the first exit
+    before, after = ([r for r in runs if r.config.weighting.name == name] for name in ("uniform", "learned"))
+    found = differences(before, after, BUDGETS)
+    for at, seed in enumerate(shared_seeds(before, after)):
+        assert f"| seed {seed} | " + " | ".join(f"{d.points[at]:+.2f}" for d in found) in text
+    assert "| mean ± standard error | " + " | ".join(map(str, found)) in text
+    assert "Lines: " in text and "Bands: " in text and "Rings: " in text
+    assert "Crosses: " not in text  # the paper says nothing about digits
     assert (
         "offramp train digits-learned --out RUNS/digits-learned-calibration=400 --set data.calibration=400 --seeds"
         in text
@@ -122,7 +131,11 @@ def test_two_settings_are_compared_on_the_calibration_split_and_by_their_weights
     for (name, values), what in zip(expected.items(), words, strict=True):
         assert kept[name] == pytest.approx(values, abs=1e-4)
         assert f"interval=4 | {what} | 1 | " + " | ".join(f"{value:.2f}" for value in values) in text
-    assert [r.weights for r in stored_runs(results) if r.config.weighting.name == "uniform"] == [{}, {}]
+    uniform = [r for r in stored_runs(results) if r.config.weighting.name == "uniform"]
+    assert [r.weights for r in uniform] == [{}, {}]
+    assert (
+        uniform[0].train_loss is not None and f"| training loss | 2 | {uniform[0].train_loss[0]:.3f} ± 0.000 |" in text
+    )
 
 
 def test_samples_without_any_loss_count_as_they_are() -> None:
@@ -139,6 +152,10 @@ def test_a_log_is_enough_to_choose_between_settings(
     shutil.rmtree(run / "eval")
     keep = ("results", "keep", run, "--into", results / "1-main")
     assert call(monkeypatch, *keep) == 2  # nobody keeps an untested run by mistake
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    assert call(monkeypatch, "results", "keep", tmp_path / "empty", "--into", results / "1-main", "--log-only") == 2
+    assert "empty holds no run; train one first" in " ".join(capsys.readouterr().err.split())
     assert call(monkeypatch, *keep, "--log-only") == 0
     stored = next(run for run in stored_runs(results) if run.summary is None)
     assert stored.metrics == () and stored.curves == {} and len(stored.weights["spread"]) == 3
@@ -155,6 +172,19 @@ def test_a_log_is_enough_to_choose_between_settings(
     assert "on the calibration split |" in write_page(only.parent, tmp_path / "page.md").read_text()
     (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text().rpartition('{"epoch"')[0])
     assert call(monkeypatch, *keep, "--log-only") == 2 and "has not finished training" in capsys.readouterr().err
+
+
+def test_a_legend_says_what_sets_runs_apart() -> None:
+    recipes = ("cifar100-msdnet5-baseline", "cifar100-msdnet5-learned-paper", "cifar100-msdnet5-learned")
+    long = [with_settings(load_recipe(recipe).config, ["data.calibration=0"]) for recipe in recipes]
+    groups = [[StoredRun(Path(), config, None, [], {}, "")] for config in long]
+    assert apart(groups) == ["baseline", "learned weights", "learned weights, bound=true, interval=4"]
+    assert apart(groups[1:]) == ["learned weights", "learned weights, bound=true, interval=4"]
+    assert apart(groups[:1]) == ["baseline, msdnet5, calibration=0"]
+    drawn = Group("baseline", "black", tuple(groups[0]))  # type: ignore[arg-type]
+    assert marks_of_accuracy([drawn], "q") == (
+        "Rings: each exit used for all images. Crosses: the exits in the paper, after its full training."
+    )
 
 
 def test_a_setting_is_named_where_it_is_not_the_papers() -> None:
@@ -202,6 +232,7 @@ def test_mistakes_are_sentences(results: Path, tmp_path: Path) -> None:
         write_page(tmp_path / "nowhere", tmp_path / "page.md")
     for name, text in (
         ("weights.json", {"spread": 1}),
+        ("weights.json", []),
         ("environment.json", []),
         ("curves.json", {"curves": {"q": 1}}),
     ):

@@ -24,14 +24,21 @@ def _legend(axes: Axes, place: Any, **options: Any) -> None:
 
 def accuracy_against_cost(groups: Sequence[Group], family: str = "q") -> Panels:
     """The main figure: budgeted accuracy of every group, its exits, and the paper's where known."""
-    caption = (
-        "Accuracy on the test split against mean mul-adds per image. Lines: images leave at their exit by the "
-        + ("paper's rule" if family == "q" else "searched thresholds")
-        + ", thresholds from the calibration split. Rings: each exit used for all images."
-        + (" Bands: one standard deviation over seeds." if any(len(g.runs) > 1 for g in groups) else "")
-        + (" Crosses: the exits in the paper, after its full training." if any(g.paper_top1 for g in groups) else "")
-    )
+    caption = f"Accuracy on the test split against mean mul-adds per image. {marks_of_accuracy(groups, family)}"
     return Panels("accuracy", caption, [partial(draw_accuracy, groups, family)], "wide")
+
+
+def marks_of_accuracy(groups: Sequence[Group], family: str) -> str:
+    """What the marks that `draw_accuracy` makes mean; nothing of those that are not there."""
+    lines = [found for group in groups if (found := group.curve(family)) is not None]
+    rule = "paper's rule" if family == "q" else "searched thresholds"
+    said = {
+        f"Lines: images leave at their exit by the {rule}, thresholds from the calibration split.": lines,
+        "Bands: one standard deviation over seeds.": any(len(each) > 1 for _, each in lines),
+        "Rings: each exit used for all images.": groups,
+        "Crosses: the exits in the paper, after its full training.": any(group.paper_top1 for group in groups),
+    }
+    return " ".join(words for words, there in said.items() if there)
 
 
 def draw_accuracy(groups: Sequence[Group], family: str, axes: Axes) -> None:

@@ -135,7 +135,8 @@ def find_runs(paths: Sequence[str | Path], *, evaluated: bool = True) -> list[Pa
             raise ValueError(f"{path} is not a folder")
         inside = [path] if (path / CONFIG).is_file() else _runs_below(path, evaluated)
         if not inside:
-            raise ValueError(f"{path} holds no evaluated run; train and evaluate one first")
+            wanted = "evaluated run; train and evaluate one first" if evaluated else "run; train one first"
+            raise ValueError(f"{path} holds no {wanted}")
         found.update({run.resolve(): run for run in inside})
     return list(found.values())
 

@@ -63,12 +63,17 @@ def all_else(config: RunConfig) -> str:
     )
 
 
+def shared_seeds(before: Sequence[StoredRun], after: Sequence[StoredRun]) -> list[int]:
+    """The seeds that both have."""
+    return sorted({run.config.seed for run in before} & {run.config.seed for run in after})
+
+
 def differences(
     before: Sequence[StoredRun], after: Sequence[StoredRun], budgets: Sequence[float], family: str = "q"
 ) -> list[Difference]:
-    """At every exit and every budget that both runs of a seed reach."""
-    other = {run.config.seed: run for run in after}
-    both = [(run, other[run.config.seed]) for run in before if run.config.seed in other]
+    """At every exit and every budget that both runs of a seed reach; points in the order of `shared_seeds`."""
+    first, second = ({run.config.seed: run for run in runs} for runs in (before, after))
+    both = [(first[seed], second[seed]) for seed in shared_seeds(before, after)]
     if not both:
         return []
     exits = len(both[0][0].metrics)

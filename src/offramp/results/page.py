@@ -21,9 +21,9 @@ from offramp.console import millions
 from offramp.files import write_bytes
 from offramp.recipe import list_recipes, load_recipe
 from offramp.report.drawing import Panels, save
-from offramp.report.figures import draw_accuracy
+from offramp.report.figures import draw_accuracy, marks_of_accuracy
 from offramp.report.gather import COLOURS, Group, RunData, by_configuration, method_label
-from offramp.results.claim import all_else, differences, pairs, verdict
+from offramp.results.claim import all_else, differences, pairs, shared_seeds, verdict
 from offramp.results.price import baseline_epochs
 from offramp.results.store import OF_WEIGHTS, StoredRun, stored_name, stored_runs
 from offramp.tables import to_markdown, with_spread
@@ -100,7 +100,7 @@ def _section(section: Section, out: Path) -> str:
         parts += [_paired(before, after, section) for before, after in pairs(section.tested)]
         if len(pairs(section.groups)) > 1:  # what the choice between settings may look at
             parts.append(_tuned(section))
-        parts.append(_weights(section.groups))
+        parts.append(_last_epoch(section.groups))
         parts.append(_picture(section, out))
     parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.groups))
     return "\n".join(part for part in parts if part)
@@ -119,11 +119,11 @@ def label(group: Sequence[StoredRun]) -> str:
     return ", ".join([name, *changed])
 
 
-def _apart(groups: Groups) -> list[str]:
-    """Labels for a legend, without what they all share."""
+def apart(groups: Groups) -> list[str]:
+    """Labels for a legend: the method, and of the rest what not all of them share."""
     parts = [label(group).split(", ") for group in groups]
     shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
-    return [", ".join(part for part in own if part not in shared) or own[0] for own in parts]
+    return [", ".join([method, *(part for part in rest if part not in shared)]) for method, *rest in parts]
 
 
 def _word(value: Any) -> str:
@@ -177,7 +177,11 @@ def _paired(before: Sequence[StoredRun], after: Sequence[StoredRun], section: Se
     found = differences(before, after, section.budgets)
     if not found:
         return ""
-    table = to_markdown([f"{label(after)} minus baseline", *(d.what for d in found)], [["", *map(str, found)]])
+    seeds = shared_seeds(before, after)
+    rows = [[f"seed {seed}", *(f"{d.points[at]:+.2f}" for d in found)] for at, seed in enumerate(seeds)]
+    if len(seeds) > 1:
+        rows.append(["mean ± standard error", *map(str, found)])
+    table = to_markdown([f"{label(after)} minus baseline", *(d.what for d in found)], rows)
     last = next(d for d in reversed(found) if d.what.startswith("exit"))
     spent = baseline_epochs(after[0].config, section.ratios)
     price = (
@@ -221,21 +225,20 @@ def _tuned(section: Section) -> str:
     return to_markdown(columns, rows)
 
 
-def _weights(groups: Groups) -> str:
-    """What the learned weights did to training samples; nothing where nobody kept that."""
+def _last_epoch(groups: Groups) -> str:
+    """How training images fared in the end: their loss without weights, and what learned weights did."""
     words = {"mean": "mean weight", "spread": "spread of the weights", "counted": "weighted loss / plain loss"}
-    found = [
-        (label(group), words[name], np.array([run.weights[name] for run in group if name in run.weights]))
-        for group in groups
-        for name in OF_WEIGHTS
-    ]
-    exits = max((values.shape[1] for *_, values in found if len(values)), default=0)
-    rows = [
-        [name, what, str(len(values)), *_filled([with_spread(column) for column in values.T], exits)]
-        for name, what, values in found
-        if len(values)
-    ]
-    return to_markdown(["in the last epoch", "", "seeds", *_numbers(exits)], rows) if rows else ""
+    rows = []
+    for group in groups:
+        found: dict[str, list[Sequence[float]]]
+        found = {"training loss": [run.train_loss for run in group if run.train_loss]}
+        found |= {words[name]: [run.weights[name] for run in group if name in run.weights] for name in OF_WEIGHTS}
+        for what, values in found.items():
+            cells = [with_spread(column, 3 if what == "training loss" else 2) for column in np.array(values).T]
+            rows += [[label(group), what, str(len(values)), *cells]] if values else []
+    width = max(map(len, rows), default=0)
+    columns = ["in the last epoch", "", "seeds", *_numbers(width - 3)]
+    return to_markdown(columns, [_filled(row, width) for row in rows]) if rows else ""
 
 
 def _calibration(group: Sequence[StoredRun]) -> np.ndarray:
@@ -246,14 +249,11 @@ def _calibration(group: Sequence[StoredRun]) -> np.ndarray:
 def _picture(section: Section, out: Path) -> str:
     drawn = [
         Group(name, COLOURS[at % len(COLOURS)], cast(tuple[RunData, ...], tuple(group)))
-        for at, (name, group) in enumerate(zip(_apart(section.tested), section.tested, strict=True))
+        for at, (name, group) in enumerate(zip(apart(section.tested), section.tested, strict=True))
     ]
     panels = Panels(section.name, section.title, [partial(draw_accuracy, drawn, "q")], "wide")
     save(panels, out.with_suffix(""))
-    about = "Rings: one exit for all images. Crosses: what the paper reports, for as many epochs as the tables say."
-    if any(run.curves for group in section.tested for run in group):
-        lines = "Lines: images leave early, thresholds by the paper's rule; bands: one standard deviation over seeds."
-        about = f"{lines} {about}"
+    about = marks_of_accuracy(drawn, "q")
     return f"![Accuracy against mean mul-adds per image]({out.stem}/{section.name}.png)\n\n{about}\n"
 
 

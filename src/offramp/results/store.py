@@ -57,6 +57,11 @@ class StoredRun:
         return self.log[-1].get("together", 1) if self.log else 1
 
     @property
+    def train_loss(self) -> list[float] | None:
+        """Every exit's mean loss on training images, without weights, in the last epoch."""
+        return self.log[-1].get("train_loss") if self.log else None
+
+    @property
     def calibration_top1(self) -> list[float] | None:
         """Every exit on the calibration split after the last epoch."""
         return self.log[-1].get("calibration_top1") if self.log else None
@@ -148,7 +153,8 @@ def read_stored(folder: Path) -> StoredRun:
     kept = read_json(folder / CURVES) if tested else {"curves": {}}
     try:
         curves = {name: Curve(tuple(own["mul_adds"]), tuple(own["top1"])) for name, own in kept["curves"].items()}
-        about = {name: tuple(map(float, weights[name])) for name in OF_WEIGHTS if name in weights}
+        found = {name: weights.get(name) for name in OF_WEIGHTS}
+        about = {name: tuple(map(float, values)) for name, values in found.items() if values is not None}
         device = str(known.get("device", ""))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder} is not what was kept of a run") from error
