@@ -42,7 +42,7 @@ def test_a_step_never_waits_for_the_device(small_config: Callable[..., RunConfig
     data = load_dataset("digits", train=256, calibration=0, test=10)
     model = new_model(config).to(device, memory_format=torch.channels_last)
     optimizer, tally = new_optimizer(model, config.train), Tally(model.num_exits, device)
-    method = new_method(config, model.num_exits, exit_losses, device, World())
+    method = new_method(config, model.num_exits, exit_losses, device, World(), STEPS)
     stream = data.stream(64, 0, device)
 
     def step(at: int) -> None:
@@ -60,11 +60,14 @@ def test_a_step_never_waits_for_the_device(small_config: Callable[..., RunConfig
     assert tally.tensors["seen"].item() == 640
 
 
+STEPS = 3
 WAYS = {"graph": (True, False), "kernels": (False, True), "both": (True, True)}
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("settings", [(), ("weighting.interval=2",), ("weighting.order=delayed",)])
+@pytest.mark.parametrize(
+    "settings", [(), ("weighting.interval=2",), ("weighting.until=0.5",), ("weighting.order=delayed",)]
+)
 def test_the_fast_step_is_the_plain_one(
     small_config: Callable[..., RunConfig], way: str, settings: tuple[str, ...]
 ) -> None:
@@ -91,10 +94,10 @@ def three_steps(config: RunConfig, way: tuple[bool, bool], nudge: float = 0.0) -
         param.data *= 1 + nudge * torch.randn_like(param)
     use_kernels(model, own)
     optimizer = new_optimizer(model, config.train)
-    method = new_method(config, model.num_exits, exit_losses, device, World())
+    method = new_method(config, model.num_exits, exit_losses, device, World(), STEPS)
     stepper, stream = Stepper(model, optimizer, method, capture=captures), data.stream(64, 0, device)
     losses = []
-    for at in range(3):
+    for at in range(STEPS):
         set_rates(optimizer, method.weighting, 0.01, 1 - at / 10)
         losses += [half.losses_BK.clone() for half in stepper(*next(stream), at)]
     assert stepper.captures == captures
@@ -138,7 +141,7 @@ def test_a_network_that_draws_runs_eagerly_and_says_so(caplog: pytest.LogCapture
     stepper = Stepper(net, optimizer, Method(UniformWeighting()), capture=True)
     images, labels = torch.randn(8, 3, 2, 2, device="cuda"), torch.randint(4, (8,), device="cuda")
     before = net.inner[2].weight.detach().clone()
-    for at in range(3):
+    for at in range(STEPS):
         assert len(stepper(images, labels, at)) == 2
     assert not stepper.captures and not torch.equal(before, net.inner[2].weight)
     assert caplog.text.count("draws random numbers") == 1

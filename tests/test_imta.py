@@ -18,6 +18,7 @@ from offramp.models.exits import scale_gradient
 from offramp.models.store import read_tensors
 from offramp.objectives.imta import OneForAll
 from offramp.objectives.losses import exit_losses
+from offramp.runs import read_metrics
 from offramp.train import train_run
 
 SMALL = {"blocks": (1, 1), "base_width": 4, "growth": 4, "head_width": 4}
@@ -180,6 +181,7 @@ def test_both_phases_train_resume_and_evaluate(
     shared = [k for k in phase1 if f"base.{k}" in final]
     assert len(shared) > 10 and all(torch.equal(phase1[k], final[f"base.{k}"]) for k in shared)
     assert isinstance(load_model(run), CollaborativeNet)
+    assert read_metrics(run)[0]["seconds"] > read_metrics(run / "phase1")[-1]["seconds"]  # it counts both
     summary = evaluate_run(run, device="cpu")
     plain = exit_costs(create_model("msdnet-tiny", 10, **{**SMALL, "head_width": 8}))
     assert summary.exits["test"][-1].mul_adds > plain[-1].mul_adds

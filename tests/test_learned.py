@@ -146,11 +146,33 @@ def test_learned_training_resumes_bit_for_bit(tmp_path: Path, small_config: Conf
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
+def test_the_weight_net_learns_until_it_is_told_to_stop(tmp_path: Path, small_config: Config) -> None:
+    def net(run: Path) -> dict[str, torch.Tensor]:
+        tensors = read_tensors(run / "last" / "weighting.safetensors")
+        return {name: tensor for name, tensor in tensors.items() if name.startswith("net")}
+
+    learned = ("weighting.name=learned", "train.epochs=2")
+    half = train_run(small_config(*learned, "weighting.until=0.5"), tmp_path / "half", device="cpu")
+    never = train_run(small_config(*learned, "weighting.until=0"), tmp_path / "never", device="cpu")
+    assert ["meta_loss" in row for row in read_metrics(half)] == [True, False]
+    assert ["meta_loss" in row for row in read_metrics(never)] == [False, False]
+    untouched = LearnedWeighting(2, seed=small_config().seed).tensors()
+    assert net(half).keys() == net(never).keys() and net(never)
+    for name, tensor in net(never).items():
+        torch.testing.assert_close(tensor, untouched[name])
+    assert any(not torch.equal(tensor, net(never)[name]) for name, tensor in net(half).items())
+
+
 def test_every_weighting_trains_and_keeps_samples(tmp_path: Path, small_config: Config) -> None:
     learned = train_run(small_config("weighting.name=learned", "train.epochs=1"), tmp_path / "learned", device="cpu")
     frozen = ("weighting.name=frozen", f'weighting.from_run="{learned}"')
     for at, settings in enumerate(
-        [("weighting.name=ascending",), ("weighting.name=descending",), ("weighting.name=selection",), frozen]
+        [
+            ("weighting.name=ascending",),
+            ("weighting.name=fixed", "weighting.exits=[1.2, 0.8]"),
+            ("weighting.name=selection",),
+            frozen,
+        ]
     ):
         run = train_run(small_config(*settings, "train.epochs=1"), tmp_path / str(at), device="cpu")
         kept = np.load(run / "samples" / "epoch-0001.npz")
@@ -235,6 +257,10 @@ def test_mistakes_get_a_sentence(small_config: Config) -> None:
         LearnedWeights(model, sgd, num_exits=2).step(torch.randn(1, 8), torch.tensor([0]))
     with pytest.raises(ValueError, match="the network gives 2 exits, the weight net is for 3"):
         LearnedWeights(model, sgd, num_exits=3).step(torch.randn(4, 8), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(ValueError, match="until must lie between 0 and 1"):
+        LearnedWeights(model, sgd, num_exits=2, until=2, total_steps=9)
+    with pytest.raises(ValueError, match="needs total_steps"):
+        LearnedWeights(model, sgd, num_exits=2, until=0.5)
     with pytest.raises(ValueError, match="clipping by global norm"):
         small_config("weighting.name=learned", "train.clip_norm=1")
     with pytest.raises(ValueError, match=r"needs weighting\.from_run"):

@@ -133,7 +133,8 @@ def test_files_are_whole(runs: Path, tmp_path: Path) -> None:
     found = write_report([runs], tmp_path / "out/report.html", budgets=[2e6])
     assert found.page.stat().st_size > 100_000
     names = {path.name for path in found.files.iterdir()}
-    for figure in ("accuracy", "weights", "weights-selected", "calibration", "overthinking", "training"):
+    weights = ("weights", "weights-selected", "weights-by-epoch")
+    for figure in ("accuracy", *weights, "calibration", "overthinking", "training"):
         assert {f"{figure}.png", f"{figure}.svg"} <= names
         with Image.open(found.files / f"{figure}.png") as image:
             assert image.width > 400

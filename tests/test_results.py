@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -10,12 +12,14 @@ import numpy as np
 import pytest
 
 from conftest import call
-from offramp.config import decisive, with_settings
+from offramp.build import fit_to_data
+from offramp.config import RunConfig, decisive, with_settings
+from offramp.data import load_dataset
 from offramp.recipe import load_recipe
 from offramp.report.figures import marks_of_accuracy
 from offramp.report.gather import Group
 from offramp.results.claim import Difference, all_else, differences, shared_seeds, verdict
-from offramp.results.page import apart, label, write_page
+from offramp.results.page import apart, command, label, write_page
 from offramp.results.price import baseline_epochs
 from offramp.results.store import StoredRun, about_weights, read_stored, stored_runs
 from saved import write_run
@@ -98,6 +102,24 @@ def test_the_page_is_written_from_what_is_kept(results: Path, tmp_path: Path, mo
     assert (tmp_path / "docs/results/1-main.png").stat().st_size > 5000 and "results/1-main.png" in text
     write_page(results, out)
     assert out.read_text() == text  # nothing but what is kept decides
+
+
+def test_a_section_can_show_runs_of_another_beside_its_own(results: Path, tmp_path: Path) -> None:
+    (results / "2-other").mkdir()
+    for run in results.glob("1-main/digits-learned*"):
+        run.rename(results / "2-other" / run.name)
+    about = results / "2-other/section.toml"
+    about.write_text(ABOUT.replace("Main", "Other") + 'beside = ["1-main/digits-baseline*"]\n')
+    first, second, every = re.split(
+        "^## (?:Other|All runs)", write_page(results, tmp_path / "page.md").read_text(), flags=re.M
+    )
+    assert "minus baseline" in second and "minus baseline" not in first
+    assert "offramp train digits-baseline" in first and "offramp train digits-baseline" not in second
+    assert len([line for line in every.splitlines() if line.startswith("| 1-main | baseline")]) == 2
+    assert not [line for line in every.splitlines() if line.startswith("| 2-other | baseline")]
+    about.write_text(ABOUT + 'beside = ["1-main/nothing*"]\n')
+    with pytest.raises(ValueError, match="holds no run that '1-main/nothing\\*' matches"):
+        write_page(results, tmp_path / "page.md")
 
 
 def test_what_was_tuned_shows_no_test_numbers(results: Path, tmp_path: Path) -> None:
@@ -195,6 +217,24 @@ def test_a_setting_is_named_where_it_is_not_the_papers() -> None:
     ]
 
 
+def test_what_training_fills_in_is_no_change_of_the_recipe() -> None:
+    both = ("imta.equilibrium", "imta.collaboration")
+    config = with_settings(load_recipe("digits-baseline").config, [f"{name}=true" for name in both])
+    begun = fit_to_data(config, load_dataset("digits"))
+    assert begun.model.overrides == {"collaboration": True}
+    assert set(StoredRun(Path(), begun, None, [], {}, "").changes) == set(both)
+
+
+def test_a_list_of_weights_can_be_typed_again() -> None:
+    settings = ["weighting.name=fixed", "weighting.exits=[1.2, 0.8]"]
+    run = StoredRun(Path(), with_settings(load_recipe("digits-baseline").config, settings), None, [], {}, "")
+    assert label([run]) == "fixed weights, msdnet-tiny, exits=[1.2,0.8]"
+    typed = shlex.split(command([run]))
+    assert "weighting.exits=[1.2,0.8]" in typed and with_settings(RunConfig(), settings) == with_settings(
+        RunConfig(), [word for word in typed if word.startswith("weighting.")]
+    )
+
+
 def test_how_often_things_are_saved_decides_nothing() -> None:
     first = load_recipe("digits-baseline").config
     often = with_settings(first, ["train.eval_every=7", "train.save_seconds=1", "seed=3", "data.dir=elsewhere"])
@@ -211,6 +251,7 @@ def test_cost_is_in_baseline_epochs(results: Path, tmp_path: Path) -> None:
     assert baseline_epochs(learned, {}) is None and baseline_epochs(learned, ratios) == 90
     assert baseline_epochs(with_settings(learned, ["weighting.interval=4"]), ratios) == 45
     assert baseline_epochs(with_settings(learned, ["weighting.order=delayed"]), ratios) == 75
+    assert baseline_epochs(with_settings(learned, ["weighting.interval=4", "weighting.until=0.5"]), ratios) == 37.5
     spent = stored_runs(results)[-1].config.train.epochs * 3
     for split, words in (("test", f"A learned run costs {spent} baseline epochs"), ("calibration", f"| {spent} |")):
         about = f'{ABOUT}split = "{split}"\n[ratios]\nexact = 3.0\n'

@@ -8,13 +8,15 @@ from fractions import Fraction
 import pytest
 import torch
 
+from offramp.build import new_weighting
+from offramp.config import RunConfig, with_settings
 from offramp.objectives.allocation import allocate
 from offramp.objectives.losses import exit_losses, mean_weights, weighted_loss
 from offramp.objectives.weighting import (
+    FixedWeighting,
     LearnedWeighting,
     NetWeighting,
     SelectionWeighting,
-    SlopedWeighting,
     UniformWeighting,
     WeightNet,
 )
@@ -80,8 +82,30 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def test_fixed_weightings() -> None:
     losses, confidences = batch()
     assert torch.equal(UniformWeighting().weights(losses, confidences), torch.ones(40, 4))
-    up = SlopedWeighting(0.6, 1.4).weights(losses, confidences)
-    torch.testing.assert_close(up[7], torch.tensor([0.6, 0.6 + 0.8 / 3, 0.6 + 1.6 / 3, 1.4]))
+    given = torch.tensor([0.6, 0.8, 1.2, 1.4])
+    fixed = FixedWeighting(given).weights(losses, confidences)
+    assert fixed.shape == losses.shape and torch.equal(fixed[7], given)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (("weighting.name=ascending",), [0.6, 0.6 + 0.8 / 3, 0.6 + 1.6 / 3, 1.4]),
+        (("weighting.name=descending",), [1.4, 0.6 + 1.6 / 3, 0.6 + 0.8 / 3, 0.6]),
+        (("weighting.name=fixed", "weighting.exits=[1, 0, 0.5, 2]"), [1.0, 0.0, 0.5, 2.0]),
+    ],
+)
+def test_fixed_weights_by_name(settings: tuple[str, ...], expected: list[float]) -> None:
+    config = with_settings(RunConfig(), settings)
+    assert RunConfig.from_json(config.to_json()) == config
+    weights = new_weighting(config, 4, torch.device("cpu")).weights(*batch())
+    torch.testing.assert_close(weights[7], torch.tensor(expected))
+
+
+def test_fixed_weights_are_for_as_many_exits_as_there_are() -> None:
+    config = with_settings(RunConfig(), ["weighting.name=fixed", "weighting.exits=[1, 2]"])
+    with pytest.raises(ValueError, match=r"weighting\.exits has 2 weights, the network has 4 exits"):
+        new_weighting(config, 4, torch.device("cpu"))
 
 
 def test_selection_is_the_mean_over_the_allocated_samples() -> None:
@@ -93,7 +117,9 @@ def test_selection_is_the_mean_over_the_allocated_samples() -> None:
 
 
 @pytest.mark.parametrize("bound", [False, True])
-@pytest.mark.parametrize(("centring", "over"), [("exit", (1,)), ("batch", (0,)), ("all", (0, 1))])
+@pytest.mark.parametrize(
+    ("centring", "over"), [("exit", (1,)), ("batch", (0,)), ("all", (0, 1)), ("both", (0,)), ("both", (1,))]
+)
 def test_learned_weights_average_to_one(centring: str, over: tuple[int, ...], bound: bool) -> None:
     losses, confidences = batch()
     weighting = NetWeighting(4, centring=centring, bound=bound, delta=0.8)
@@ -113,6 +139,9 @@ def test_the_bound_is_that_of_a_slow_loop() -> None:
     bounded = centred(tanh, "exit", bound=True)
     torch.testing.assert_close(bounded[0], torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
     torch.testing.assert_close(bounded[1], tanh[1] - 0.1)
+    both = torch.tensor([[0.75, -0.25, -0.25, -0.25], [-0.75, 0.25, 0.25, 0.25]])
+    torch.testing.assert_close(centred(4 * both + 1, "both", bound=False), 4 * both)
+    torch.testing.assert_close(centred(4 * both + 1, "both", bound=True), both / 0.75)
 
 
 def test_the_weight_net_is_the_papers() -> None:

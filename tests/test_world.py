@@ -73,7 +73,7 @@ def start(command: list[str], size: int) -> None:
     assert [p.returncode for p in processes] == [0] * size, "\n".join(outputs)
 
 
-@pytest.mark.parametrize("centring", ["exit", "batch", "all"])
+@pytest.mark.parametrize("centring", ["exit", "batch", "all", "both"])
 def test_two_processes_give_what_one_gives(tmp_path: Path, centring: str) -> None:
     alone = train(World(), centring)
     start([sys.executable, __file__, centring, str(tmp_path)], 2)

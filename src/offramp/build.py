@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from offramp.models import store
 from offramp.models.collaboration import CollaborativeNet, WithTeacher, classifier
 from offramp.models.exits import ExitNet, ModelSpec
 from offramp.objectives.weighting import (
+    FixedWeighting,
     FrozenWeighting,
     LearnedWeighting,
     SelectionWeighting,
-    SlopedWeighting,
     UniformWeighting,
     Weighting,
 )
@@ -73,7 +74,9 @@ def new_optimizer(model: ExitNet, config: TrainConfig) -> torch.optim.Optimizer:
     )
 
 
-def new_method(config: RunConfig, num_exits: int, criterion: Criterion, device: torch.device, world: World) -> Method:
+def new_method(
+    config: RunConfig, num_exits: int, criterion: Criterion, device: torch.device, world: World, total_steps: int
+) -> Method:
     """The configured weighting and how it is trained."""
     settings = config.weighting
     dtype = training_dtype(config.train.precision, device)
@@ -84,6 +87,7 @@ def new_method(config: RunConfig, num_exits: int, criterion: Criterion, device: 
         settings.objective,
         settings.look_ahead,
         settings.interval,
+        ceil(settings.until * total_steps),
         settings.order,
         clip_norm=config.train.clip_norm,
         criterion=criterion,
@@ -96,7 +100,12 @@ def new_weighting(config: RunConfig, num_exits: int, device: torch.device) -> We
     """The weighting object that the configuration names."""
     settings = config.weighting
     if settings.name in ("ascending", "descending"):
-        return SlopedWeighting(*SLOPE if settings.name == "ascending" else SLOPE[::-1])
+        first, last = SLOPE if settings.name == "ascending" else SLOPE[::-1]
+        return FixedWeighting(torch.linspace(first, last, num_exits, device=device))
+    if settings.exits is not None:
+        if len(settings.exits) != num_exits:
+            raise ValueError(f"weighting.exits has {len(settings.exits)} weights, the network has {num_exits} exits")
+        return FixedWeighting(torch.tensor(settings.exits, device=device))
     if settings.name == "selection":
         return SelectionWeighting(settings.q)
     if settings.name == "uniform":

@@ -66,7 +66,7 @@ class Stepper:
 
     def __call__(self, images: Tensor, labels: Tensor, step: int) -> list[HalfResult]:
         """Two updates on a loader batch."""
-        key = (step % self.method.interval == 0, images.shape)
+        key = (self.method.learns(step), images.shape)
         if self.captures and key not in self._recorded:
             try:
                 self._recorded[key] = self._record(images, labels, step)

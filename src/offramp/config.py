@@ -83,30 +83,33 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class WeightingConfig:
-    """How much each sample counts at each exit; all but `name` and `q` are for `learned` (and `frozen`).
+    """How much each sample counts at each exit; all but `name`, `q` and `exits` are for `learned` (and `frozen`).
 
     `inputs`, `depth` and `width` shape the weight net, `delta`, `centring` and `bound` its range; `q` shapes
     the shares of the allocation, `objective` the meta loss; every `interval`-th loader batch trains the weight
-    net. `order` is the paper's, or `delayed`: cheaper, with weights from before the weight net's update. `from_run` is
-    the finished run whose weight net `frozen` takes.
+    net, in the first `until` of training (1 is all of it); afterwards it stays as it is. `order` is the paper's, or
+    `delayed`: cheaper, with weights from before the weight net's update. `from_run` is the finished run whose
+    weight net `frozen` takes; `exits` are the weights of `fixed`, one for every exit.
     """
 
-    name: str = _one_of("uniform", "ascending", "descending", "selection", "learned", "frozen")
+    name: str = _one_of("uniform", "fixed", "ascending", "descending", "selection", "learned", "frozen")
     q: float = _at_least(0.01, 0.75)
     inputs: str = _one_of("loss", "confidence", "both")
     depth: int = _at_least(1, 1)
     width: int = _at_least(1, 500)
     delta: float = _at_least(0, 0.8)
-    centring: str = _one_of("exit", "batch", "all")
+    centring: str = _one_of("exit", "batch", "all", "both")
     bound: bool = False
     objective: str = _one_of("allocated", "whole")
     look_ahead: str = _one_of("optimizer", "plain")
     engine: str = _one_of("forward_mode", "double_backward", "finite_difference")
     order: str = _one_of("exact", "delayed")
     interval: int = _at_least(1, 1)
+    until: float = _at_least(0, 1.0)
     learning_rate: float = _at_least(0, 1e-4)
     weight_decay: float = _at_least(0, 1e-4)
     from_run: str | None = None
+    exits: list[float] | None = _at_least(0, None)
 
 
 @dataclass(frozen=True)
@@ -146,8 +149,9 @@ class RunConfig:
                 "difference of forward passes can see; use forward_mode"
             )
         check_order(self.weighting.order, self.weighting.engine, self.weighting.look_ahead)
-        if self.imta.gamma > 1:
-            raise ValueError(f"imta.gamma must lie between 0 and 1, got {self.imta.gamma:g}")
+        for name, share in (("imta.gamma", self.imta.gamma), ("weighting.until", self.weighting.until)):
+            if share > 1:
+                raise ValueError(f"{name} must lie between 0 and 1, got {share:g}")
         if self.weighting.name == "learned" and self.train.clip_norm is not None:
             raise ValueError(
                 "train.clip_norm cannot go with learned weights: clipping by global norm couples all params, so "
@@ -155,6 +159,8 @@ class RunConfig:
             )
         if self.weighting.name == "frozen" and self.weighting.from_run is None:
             raise ValueError("weighting.name=frozen needs weighting.from_run, the run folder of the weight net")
+        if (self.weighting.name == "fixed") != (self.weighting.exits is not None):
+            raise ValueError("weighting.name=fixed and weighting.exits, a weight for every exit, need each other")
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": 1, **asdict(self)}
@@ -205,6 +211,8 @@ def _parse_field(hint: Any, value: Any, where: str, limits: Mapping[str, Any]) -
         raise ValueError(f"{where} must be {_KINDS[kind]}, got {value!r}")
     if kind is float and not math.isfinite(value):
         raise ValueError(f"{where} must be a finite number, got {value!r}")
+    if kind is list:
+        return [_parse_field(typing.get_args(allowed[0])[0], item, where, limits) for item in value]
     if "choices" in limits and value not in limits["choices"]:
         raise ValueError(unknown(where, value, limits["choices"]))
     if "min" in limits and not value >= limits["min"]:
@@ -218,6 +226,7 @@ _KINDS = {
     str: "text",
     bool: "true or false",
     dict: "a table",
+    list: "a list",
 }
 
 

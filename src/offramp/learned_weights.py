@@ -9,6 +9,7 @@ for images, labels in loader:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import ceil
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class LearnedWeights:
         depth: int = 1,
         width: int = 500,
         interval: int = 1,
+        until: float = 1.0,
         objective: str = "allocated",
         look_ahead: str = "optimizer",
         engine: str = "forward_mode",
@@ -65,6 +67,10 @@ class LearnedWeights:
         check_order(order, engine, look_ahead)
         if interval < 1:
             raise ValueError(f"interval must be 1 or more loader batches, got {interval}")
+        if not 0 <= until <= 1:
+            raise ValueError(f"until must lie between 0 and 1, got {until:g}")
+        if until < 1 and total_steps is None:
+            raise ValueError("until, a share of training, needs total_steps")
         exit_counts(1, num_exits, q)  # refuses a bad q
         if engine == "finite_difference" and getattr(model, "equilibrium", False):
             raise ValueError("engine finite_difference cannot see gradient equilibrium; use forward_mode")
@@ -82,7 +88,8 @@ class LearnedWeights:
             seed=seed,
             device=next(model.parameters()).device,
         )
-        self.method = Method(self.weighting, ENGINES[engine], q, objective, look_ahead, interval, order)
+        last = None if total_steps is None else ceil(until * total_steps)
+        self.method = Method(self.weighting, ENGINES[engine], q, objective, look_ahead, interval, last, order)
 
     def step(self, images: Tensor, labels: Tensor) -> dict[str, float]:
         """Two updates on a batch, one per half; the logged values are means over both."""

@@ -127,7 +127,7 @@ class Loop:
         made_for = suits_kernels(training_dtype(config.train.precision, place), place)
         use_kernels(module, fast and made_for and not twice)
         self.optimizer = new_optimizer(model, config.train)
-        self.method = new_method(config, model.num_exits, phase.criterion, place, world)
+        self.method = new_method(config, model.num_exits, phase.criterion, place, world, self.total)
         self.tally = Tally(model.num_exits, place)
         self.step = restore(phase.out, model, self.optimizer, self.method, self.tally) if phase.resume else 0
         self.stepper = Stepper(module, self.optimizer, self.method, iterate, capture=fast)

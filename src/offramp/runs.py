@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
+PHASE1 = "phase1"  # the first of two phases is a run of its own, in the folder of the whole
 
 
 def begin_run(folder: Path, config: RunConfig, device: torch.device, resume: bool) -> None:
@@ -73,7 +74,8 @@ class MetricsLog:
 
         self.path = folder / METRICS
         self.rows = [row for row in read_metrics(folder) if row["step"] <= step]
-        self.seconds_before = float(self.rows[-1].get("seconds", 0.0)) if self.rows else 0.0  # spent by earlier calls
+        earlier = self.rows or read_metrics(folder / PHASE1)
+        self.seconds_before = float(earlier[-1].get("seconds", 0.0)) if earlier else 0.0  # by earlier calls and phases
         self._write()
         self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 

@@ -38,7 +38,7 @@ ORDERS = ("exact", "delayed")
 
 @dataclass(frozen=True)
 class Method:
-    """What stays the same from step to step."""
+    """What stays the same from step to step; the weight net learns at every `interval`-th step before `until`."""
 
     weighting: Weighting
     engine: Engine = forward_mode
@@ -46,11 +46,17 @@ class Method:
     objective: str = "allocated"
     look_ahead: str = "optimizer"
     interval: int = 1
+    until: int | None = None
     order: str = "exact"
     clip_norm: float | None = None
     criterion: Criterion = exit_losses
     world: World = field(default_factory=World)
     autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def learns(self, step: int) -> bool:
+        """Whether the weight net is trained at this step."""
+        due = step % self.interval == 0 and (self.until is None or step < self.until)
+        return due and isinstance(self.weighting, LearnedWeighting)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def iterate(
 ) -> list[HalfResult]:
     """Two updates on a loader batch: each half is once the train half and once the meta half."""
     first, second = zip(images.chunk(2), labels.chunk(2), strict=True)
-    learn = step % method.interval == 0 and isinstance(method.weighting, LearnedWeighting)
+    learn = method.learns(step)
     if learn and method.order == "delayed":
         return delayed_updates(model, optimizer, method, first, second)
     return [

@@ -20,6 +20,7 @@ from offramp.loop import Event, Phase, Setup, fit
 from offramp.models.collaboration import CollaborativeNet
 from offramp.objectives.imta import OneForAll
 from offramp.objectives.losses import exit_losses
+from offramp.runs import PHASE1
 from offramp.stopping import Stopped, caught_signals
 from offramp.world import World, joined_world
 
@@ -121,7 +122,7 @@ def training(
     first = without_collaboration(config)
     alone = new_model(first)
     alone.equilibrium = config.imta.equilibrium
-    yield from fit(Phase(first, out / "phase1", alone, alone, exit_losses, resume=True, final=False), setup)
-    module = on_top_of(out / "phase1", model)
+    yield from fit(Phase(first, out / PHASE1, alone, alone, exit_losses, resume=True, final=False), setup)
+    module = on_top_of(out / PHASE1, model)
     distilled = OneForAll(config.imta.temperature, config.imta.gamma)
     yield from fit(Phase(config, out, model, module, distilled, resume=True), setup)

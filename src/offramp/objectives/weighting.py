@@ -16,7 +16,8 @@ from offramp.objectives.losses import mean_weights
 from offramp.rates import set_rate
 from offramp.seeds import mix
 
-CENTRINGS: dict[str, tuple[int, ...]] = {"exit": (1,), "batch": (0,), "all": (0, 1)}
+Over = tuple[int, ...]  # dimensions of [B, K]
+CENTRINGS: dict[str, tuple[Over, ...]] = {"exit": ((1,),), "batch": ((0,),), "all": ((0, 1),), "both": ((1,), (0,))}
 INPUTS = ("loss", "confidence", "both")
 
 
@@ -41,17 +42,14 @@ class UniformWeighting(Weighting):
         return torch.ones_like(losses_BK)
 
 
-class SlopedWeighting(Weighting):
-    """Fixed weights that rise or fall from exit to exit in equal steps, `first` to `last`."""
+class FixedWeighting(Weighting):
+    """Every exit has a weight of its own, the same for all samples."""
 
-    def __init__(self, first: float, last: float) -> None:
-        self.first, self.last = first, last
+    def __init__(self, weights_K: Tensor) -> None:
+        self.weights_K = weights_K
 
     def weights(self, losses_BK: Tensor, confidences_BK: Tensor) -> Tensor:
-        slope = torch.linspace(
-            self.first, self.last, losses_BK.shape[1], dtype=losses_BK.dtype, device=losses_BK.device
-        )
-        return slope.expand_as(losses_BK)
+        return self.weights_K.to(losses_BK.dtype).expand_as(losses_BK)
 
 
 class SelectionWeighting(Weighting):
@@ -76,14 +74,16 @@ class WeightNet(nn.Sequential):
 
 
 def centred(tanh_BK: Tensor, centring: str, bound: bool) -> Tensor:
-    """Perturbations that sum to zero over each sample's exits, each exit's batch, or everything.
+    """Perturbations that sum to zero over each sample's exits, each exit's batch, everything, or both of the first.
 
     Centring follows the tanh, so a value can leave -1..1; `bound` scales its group back where that happens.
     """
-    over = CENTRINGS[centring]
-    shifted = tanh_BK - tanh_BK.mean(over, keepdim=True)
+    shifted = tanh_BK
+    for over in CENTRINGS[centring]:
+        shifted = shifted - shifted.mean(over, keepdim=True)
     if bound:
-        shifted = shifted / shifted.abs().amax(over, keepdim=True).clamp(min=1)
+        group = sum(CENTRINGS[centring], ())
+        shifted = shifted / shifted.abs().amax(group, keepdim=True).clamp(min=1)
     return shifted
 
 

@@ -24,6 +24,7 @@ from offramp.metrics import Curve, ExitMetrics, Overthinking, curve, exit_metric
 from offramp.outputs import EVAL, SUMMARY, EvalSummary, Outputs, read_arrays, read_outputs, read_summary
 from offramp.policy import Policies
 from offramp.recipe import list_recipes, load_recipe
+from offramp.report.history import History, weight_history
 from offramp.runs import CONFIG, read_config, read_metrics
 
 log = logging.getLogger("offramp")
@@ -71,6 +72,11 @@ class RunData:
     def samples(self) -> dict[str, np.ndarray] | None:
         """Those of the last epoch, if the weight net left any."""
         return last_samples(self.folder)
+
+    @cached_property
+    def history(self) -> History | None:
+        """Mean weights by epoch."""
+        return weight_history(self.folder)
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,8 @@ def _images(page: Page) -> str:
 def _weights(page: Page) -> str:
     if "weights" not in page.panels:
         return ""
-    return _figure(page.panels["weights"]) + _figure(page.panels["weights-selected"], "few")
+    found = _figure(page.panels["weights"]) + _figure(page.panels["weights-selected"], "few")
+    return found + (_figure(page.panels["weights-by-epoch"], "few") if "weights-by-epoch" in page.panels else "")
 
 
 def _trust(page: Page) -> str:

@@ -16,6 +16,7 @@ from offramp.report import figures, tables
 from offramp.report.answer import headline
 from offramp.report.drawing import Panels, save
 from offramp.report.gather import Group, RunData, gather
+from offramp.report.history import weights_by_epoch
 from offramp.report.page import Page, build
 from offramp.tables import Table, to_csv, to_markdown
 
@@ -65,6 +66,7 @@ def _panels(groups: Sequence[Group], prices: Sequence[float] | None) -> dict[str
         None if prices is None else figures.accuracy_against_time(groups, prices),
         None if learned is None else figures.weight_against_loss(learned),
         None if learned is None else figures.selected_weights(learned),
+        None if learned is None else weights_by_epoch(learned.first.history, "weights-by-epoch"),
         figures.reliability_per_exit(groups),
         figures.overthinking_per_exit(groups),
         figures.training_curves(groups),

@@ -1,12 +1,13 @@
 """One page about all kept runs: `results/<section>/` becomes a section with tables, a picture and the commands.
 
 A section's `section.toml` has its title, its text, the split its numbers come from (`test`, or `calibration` for what
-was tuned), its budgets in millions of mul-adds, and under `[ratios]` what a step with learned weights costs beside a
-conventional one, for each order.
+was tuned), its budgets in millions of mul-adds, `beside`, patterns of run folders in other sections to compare with,
+and under `[ratios]` what a step with learned weights costs beside a conventional one, for each order.
 """
 
 from __future__ import annotations
 
+import shlex
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,9 +24,11 @@ from offramp.recipe import list_recipes, load_recipe
 from offramp.report.drawing import Panels, save
 from offramp.report.figures import draw_accuracy, marks_of_accuracy
 from offramp.report.gather import COLOURS, Group, RunData, by_configuration, method_label
+from offramp.report.history import weights_by_epoch
 from offramp.results.claim import all_else, differences, pairs, shared_seeds, verdict
 from offramp.results.price import baseline_epochs
-from offramp.results.store import OF_WEIGHTS, StoredRun, stored_name, stored_runs
+from offramp.results.store import OF_WEIGHTS, StoredRun, read_stored, stored_name, stored_runs
+from offramp.runs import CONFIG
 from offramp.tables import to_markdown, with_spread
 
 SECTION = "section.toml"
@@ -36,13 +39,25 @@ Groups = list[list[StoredRun]]
 class Section:
     """One part of the page."""
 
-    name: str
+    folder: Path
     title: str
     text: str
     split: str
     budgets: tuple[float, ...]
     ratios: dict[str, float]
     groups: Groups
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def own(self) -> Groups:
+        """Groups that are not only shown beside."""
+        return [group for group in self.groups if self.owns(group)]
+
+    def owns(self, group: Sequence[StoredRun]) -> bool:
+        return group[0].folder.is_relative_to(self.folder)
 
     @property
     def tested(self) -> Groups:
@@ -60,14 +75,23 @@ def read_section(folder: Path) -> Section:
         title, text = str(about["title"]), str(about["text"]).strip()
         budgets = tuple(1e6 * float(b) for b in about.get("budgets", ()))
         ratios = {str(order): float(ratio) for order, ratio in about.get("ratios", {}).items()}
+        beside = [str(pattern) for pattern in about.get("beside", ())]
     except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
     split = about.get("split", "test")
     if split not in ("test", "calibration"):
         raise ValueError(f"{path}: split must be test or calibration, got {split!r}")
-    found = cast(Groups, by_configuration(cast(Any, stored_runs(folder))))
+    runs = stored_runs(folder) + [run for pattern in beside for run in _matching(folder.parent, pattern)]
+    found = cast(Groups, by_configuration(cast(Any, runs)))
     found.sort(key=lambda group: (group[0].config.model.name, group[0].config.weighting.name != "uniform"))
-    return Section(folder.name, title, text, split, budgets, ratios, found)
+    return Section(folder, title, text, split, budgets, ratios, found)
+
+
+def _matching(results: Path, pattern: str) -> list[StoredRun]:
+    found = [read_stored(path) for path in sorted(results.glob(pattern)) if (path / CONFIG).is_file()]
+    if not found:
+        raise ValueError(f"{results} holds no run that {pattern!r} matches")
+    return found
 
 
 def write_page(results: Path, out: Path) -> Path:
@@ -97,12 +121,13 @@ def _section(section: Section, out: Path) -> str:
     else:
         parts.append(_anytime(section.tested))
         parts.append(_budgeted(section.tested, section.budgets))
-        parts += [_paired(before, after, section) for before, after in pairs(section.tested)]
+        parts += [_paired(*pair, section) for pair in pairs(section.tested) if section.owns(pair[1])]
         if len(pairs(section.groups)) > 1:  # what the choice between settings may look at
             parts.append(_tuned(section))
         parts.append(_last_epoch(section.groups))
+        parts += [_movement(group[0], section.name, at, out) for at, group in enumerate(section.own, 1)]
         parts.append(_picture(section, out))
-    parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.groups))
+    parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.own))
     return "\n".join(part for part in parts if part)
 
 
@@ -127,6 +152,8 @@ def apart(groups: Groups) -> list[str]:
 
 
 def _word(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_word, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -181,7 +208,7 @@ def _paired(before: Sequence[StoredRun], after: Sequence[StoredRun], section: Se
     rows = [[f"seed {seed}", *(f"{d.points[at]:+.2f}" for d in found)] for at, seed in enumerate(seeds)]
     if len(seeds) > 1:
         rows.append(["mean ± standard error", *map(str, found)])
-    table = to_markdown([f"{label(after)} minus baseline", *(d.what for d in found)], rows)
+    table = to_markdown([f"{label(after)} minus {method_label(before[0].config)}", *(d.what for d in found)], rows)
     last = next(d for d in reversed(found) if d.what.startswith("exit"))
     spent = baseline_epochs(after[0].config, section.ratios)
     price = (
@@ -257,10 +284,20 @@ def _picture(section: Section, out: Path) -> str:
     return f"![Accuracy against mean mul-adds per image]({out.stem}/{section.name}.png)\n\n{about}\n"
 
 
+def _movement(run: StoredRun, section: str, at: int, out: Path) -> str:
+    panels = weights_by_epoch(run.history, f"{section}-weights-{at}")
+    if panels is None:
+        return ""
+    save(panels, out.with_suffix(""))
+    about = f"{panels.caption} Here: {label([run])}, seed {run.config.seed}."
+    return f"![Mean weights by epoch]({out.stem}/{panels.name}.png)\n\n{about}\n"
+
+
 def command(group: Sequence[StoredRun]) -> str:
     """The one command that trains a group again."""
     first = group[0]
-    settings = "".join(f" --set {key}={_word(value)}" for key, value in sorted(first.changes.items()))
+    changes = (f"{key}={_word(value)}" for key, value in sorted(first.changes.items()))
+    settings = "".join(f" --set {shlex.quote(change)}" for change in changes)
     seeds = ",".join(str(run.config.seed) for run in group)
     data = "" if first.config.data.name == "digits" else " --data-dir DATA"
     recipe = first.config.recipe if first.config.recipe in list_recipes() else f"{first.config.recipe or 'RECIPE'}.toml"
@@ -275,7 +312,7 @@ def _with_others(together: int) -> str:
 def _all_runs(sections: Sequence[Section]) -> str:
     rows = []
     for section in sections:
-        for group in section.groups:
+        for group in section.own:
             for run in group:
                 seconds = "" if run.seconds is None else f"{run.seconds:,.0f}" + _with_others(run.together)
                 top1 = " ".join(f"{100 * score.top1:.2f}" for score in run.metrics)

@@ -17,4 +17,4 @@ def baseline_epochs(config: RunConfig, ratios: Mapping[str, float]) -> float | N
         return None  # a second phase costs something else
     if weighting.name != "learned":
         return epochs
-    return epochs * (ratios[weighting.order] + weighting.interval - 1) / weighting.interval
+    return epochs * (1 + weighting.until * (ratios[weighting.order] - 1) / weighting.interval)

@@ -19,6 +19,7 @@ from offramp.metrics import Curve
 from offramp.outputs import EVAL, SUMMARY, EvalSummary, ExitScore, read_summary
 from offramp.recipe import list_recipes, load_recipe
 from offramp.report.gather import RunData, last_samples, read_run
+from offramp.report.history import History, weight_history
 from offramp.runs import CONFIG, METRICS, read_config, read_metrics
 
 CURVES = "curves.json"
@@ -40,6 +41,7 @@ class StoredRun:
     curves: dict[str, Curve]
     device: str
     weights: WeightsKept = field(default_factory=dict)  # what the learned ones did in the last epoch
+    history: History | None = None  # and before
 
     @property
     def metrics(self) -> tuple[ExitScore, ...]:
@@ -72,7 +74,9 @@ class StoredRun:
         if self.config.recipe not in list_recipes():
             return {}
         own, recipe = (_flat(decisive(c).to_json()) for c in (self.config, load_recipe(self.config.recipe).config))
-        aside = ("model.num_classes", "recipe")
+        aside = ["model.num_classes", "recipe"]
+        if self.config.imta.collaboration:
+            aside.append("model.overrides.collaboration")  # as the classes, filled in where training begins
         return {key: value for key, value in own.items() if recipe.get(key) != value and key not in aside}
 
 
@@ -106,9 +110,9 @@ def keep_run(run: Path, into: Path, *, log_only: bool = False) -> Path:
     if (run / ENVIRONMENT).is_file():
         known = read_json(run / ENVIRONMENT)
         write_json(target / ENVIRONMENT, {key: known[key] for key in FACTS if key in known})
-    samples = last_samples(run)
-    if samples is not None and config.weighting.name == "learned":
-        write_json(target / WEIGHTS, {"schema": 1, **about_weights(samples)})
+    samples, history = last_samples(run), weight_history(run)
+    if samples is not None and history is not None and config.weighting.name == "learned":
+        write_json(target / WEIGHTS, {"schema": 1, **about_weights(samples), "history": history.to_json()})
     if data is not None:
         _keep_evaluation(data, target)
     return target
@@ -155,11 +159,12 @@ def read_stored(folder: Path) -> StoredRun:
         curves = {name: Curve(tuple(own["mul_adds"]), tuple(own["top1"])) for name, own in kept["curves"].items()}
         found = {name: weights.get(name) for name in OF_WEIGHTS}
         about = {name: tuple(map(float, values)) for name, values in found.items() if values is not None}
+        history = History.from_json(weights["history"]) if "history" in weights else None
         device = str(known.get("device", ""))
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder} is not what was kept of a run") from error
     summary = read_summary(folder) if tested else None
-    return StoredRun(folder, read_config(folder), summary, read_metrics(folder), curves, device, about)
+    return StoredRun(folder, read_config(folder), summary, read_metrics(folder), curves, device, about, history)
 
 
 def _read(path: Path) -> Any:
