@@ -74,7 +74,7 @@ def weights_by_epoch(history: History | None, name: str) -> Panels | None:
     room = 0.05 * (np.ptp(values) + 0.1)
     limits = (min(values.min(), 1) - room, max(values.max(), 1) + room)
     draws = [partial(_draw, history, kind, title, limits) for kind, title in titles.items()]
-    return Panels(name, caption, draws)
+    return Panels(name, caption, draws, "third")
 
 
 def _draw(history: History, kind: str, title: str, limits: tuple[float, float], axes: Axes) -> None:
@@ -88,7 +88,7 @@ def _draw(history: History, kind: str, title: str, limits: tuple[float, float], 
     axes.set_ylabel("mean weight")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if kind == "all":
-        axes.legend(loc="best", fontsize=7, ncols=2)
+        axes.legend(loc="best", fontsize=8, ncols=2, handlelength=1.2)
 
 
 def _shade(k: int, exits: int) -> tuple[float, ...]:

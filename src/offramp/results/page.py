@@ -125,7 +125,7 @@ def _section(section: Section, out: Path) -> str:
         if len(pairs(section.groups)) > 1:  # what the choice between settings may look at
             parts.append(_tuned(section))
         parts.append(_last_epoch(section.groups))
-        parts += [_movement(group[0], section.name, at, out) for at, group in enumerate(section.own, 1)]
+        parts += [_movement(group, section.name, at, out) for at, group in enumerate(section.own, 1)]
         parts.append(_picture(section, out))
     parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.own))
     return "\n".join(part for part in parts if part)
@@ -284,7 +284,9 @@ def _picture(section: Section, out: Path) -> str:
     return f"![Accuracy against mean mul-adds per image]({out.stem}/{section.name}.png)\n\n{about}\n"
 
 
-def _movement(run: StoredRun, section: str, at: int, out: Path) -> str:
+def _movement(group: Sequence[StoredRun], section: str, at: int, out: Path) -> str:
+    """How weights moved, of the first run that tells."""
+    run = next((run for run in group if run.history), group[0])
     panels = weights_by_epoch(run.history, f"{section}-weights-{at}")
     if panels is None:
         return ""
