@@ -13,7 +13,7 @@ from torch import nn
 from offramp import ExitNet, create_model, evaluate_run, exit_costs, load_model
 from offramp.config import RunConfig
 from offramp.meta import ENGINES, Forward, Problem, generator_states
-from offramp.models.collaboration import CollaborativeNet, WithTeacher
+from offramp.models.collaboration import CollaborativeNet, WithTeacher, collaborates
 from offramp.models.exits import scale_gradient
 from offramp.models.store import read_tensors
 from offramp.objectives.imta import OneForAll
@@ -122,6 +122,9 @@ def test_frozen_means_frozen() -> None:
 
 
 def test_collaboration_needs_heads_of_our_kind() -> None:
+    assert collaborates(create_model("msdnet-tiny")) and not collaborates(
+        create_model("msdnet-tiny", collaboration=True)
+    )
     with pytest.raises(ValueError, match="collaboration needs heads"):
         CollaborativeNet(ExitNet.from_parts([nn.Identity()], [nn.Linear(3, 3)]))
 

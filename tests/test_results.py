@@ -252,6 +252,11 @@ def test_cost_is_in_baseline_epochs(results: Path, tmp_path: Path) -> None:
     assert baseline_epochs(with_settings(learned, ["weighting.interval=4"]), ratios) == 45
     assert baseline_epochs(with_settings(learned, ["weighting.order=delayed"]), ratios) == 75
     assert baseline_epochs(with_settings(learned, ["weighting.interval=4", "weighting.until=0.5"]), ratios) == 37.5
+    imta = with_settings(learned, ["imta.collaboration=true", "weighting.interval=4"])
+    assert baseline_epochs(imta, ratios) is None and baseline_epochs(imta, {**ratios, "second": 0.5}) is None
+    second = {**ratios, "second": 0.5, "second_exact": 1.5}
+    assert baseline_epochs(imta, second) == 45 + 30 * 0.75
+    assert baseline_epochs(with_settings(imta, ["weighting.name=uniform"]), second) == 45
     spent = stored_runs(results)[-1].config.train.epochs * 3
     for split, words in (("test", f"A learned run costs {spent} baseline epochs"), ("calibration", f"| {spent} |")):
         about = f'{ABOUT}split = "{split}"\n[ratios]\nexact = 3.0\n'

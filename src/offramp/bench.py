@@ -25,21 +25,29 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from offramp.capture import Stepper
+from offramp.config import ImtaConfig
 from offramp.console import progress
 from offramp.device import pick_device, suits_kernels, training_dtype
 from offramp.floor import copied_bytes_per_s, floor_of
-from offramp.meta import ENGINES
+from offramp.meta import ENGINES, Criterion
+from offramp.models.collaboration import CollaborativeNet, WithTeacher, classifier, collaborates
+from offramp.models.exits import ExitNet
 from offramp.models.layers import use_kernels
 from offramp.models.registry import create_model, model_entry
+from offramp.objectives.imta import OneForAll
+from offramp.objectives.losses import exit_losses
 from offramp.objectives.weighting import LearnedWeighting, UniformWeighting
 from offramp.step import HalfResult, Method, iterate, update
 
 WHOLE = "baseline, one update of the batch"
 BASELINE = "baseline, two updates of half a batch"
 DELAYED = "learned, delayed order"
-ROWS = (WHOLE, BASELINE, *(f"learned, {engine}" for engine in ENGINES), DELAYED)
+SECOND, SECOND_LEARNED = "IMTA's second phase", "IMTA's second phase, learned"
+PLAIN = (WHOLE, BASELINE, SECOND)
+ROWS = (WHOLE, BASELINE, *(f"learned, {engine}" for engine in ENGINES), DELAYED, SECOND, SECOND_LEARNED)
 WAYS = ("eager", "graph", "fast")
 WARM_UP = 2
+IMTA = ImtaConfig()
 
 
 @dataclass(frozen=True)
@@ -71,12 +79,13 @@ def bench_train(
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
     place = pick_device(device)
+    rows = [row for row in ROWS if row not in (SECOND, SECOND_LEARNED) or collaborates(create_model(model))]
     found: list[TrainBench] = []
     ways = WAYS if place.type == "cuda" else WAYS[:1]
-    with progress("bench", (repeats + WARM_UP) * len(ROWS) * len(ways), silent=silent) as bar:
+    with progress("bench", (repeats + WARM_UP) * len(rows) * len(ways), silent=silent) as bar:
         for way in ways:
-            steps = {row: new_step(row, way, model, batch, place, precision) for row in ROWS}
-            times: dict[str, list[float]] = {row: [] for row in ROWS}
+            steps = {row: new_step(row, way, model, batch, place, precision) for row in rows}
+            times: dict[str, list[float]] = {row: [] for row in rows}
             for repeat in range(repeats + WARM_UP):
                 for row, step in steps.items():
                     seconds = timed(step, place)
@@ -102,24 +111,34 @@ def bench_train(
 def new_step(row: str, way: str, name: str, batch: int, device: torch.device, precision: str) -> Callable[[], object]:
     """One loader batch of random images, trained on as the row says."""
     torch.manual_seed(0)
-    model = create_model(name).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model, module, criterion = what_is_trained(row, name)
+    module.to(device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     dtype = training_dtype(precision, device)
-    use_kernels(model, way == "fast" and "double_backward" not in row and suits_kernels(dtype, device))
+    use_kernels(module, way == "fast" and "double_backward" not in row and suits_kernels(dtype, device))
     assert model.spec is not None
     images = torch.randn(batch, *model.input_shape, device=device)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(model.spec.num_classes, (batch,), device=device)
     on_gpu = device.type == "cuda"
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4, fused=on_gpu)
+    moving = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(moving, lr=0.1, momentum=0.9, weight_decay=1e-4, fused=on_gpu)
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
-    if row in (WHOLE, BASELINE):
-        method = Method(UniformWeighting(), autocast=autocast)
-    else:
-        order = "delayed" if row == DELAYED else "exact"
-        engine = ENGINES["forward_mode" if row == DELAYED else row.removeprefix("learned, ")]
-        method = Method(LearnedWeighting(model.num_exits, device=device), engine, order=order, autocast=autocast)
+    weighting = UniformWeighting() if row in PLAIN else LearnedWeighting(model.num_exits, device=device)
+    engine = ENGINES.get(row.removeprefix("learned, "), ENGINES["forward_mode"])
+    order = "delayed" if row == DELAYED else "exact"
+    method = Method(weighting, engine, order=order, criterion=criterion, autocast=autocast)
     run = one_update if row == WHOLE else iterate
-    return partial(Stepper(model, optimizer, method, run, capture=way != "eager"), images, labels, 0)
+    return partial(Stepper(module, optimizer, method, run, capture=way != "eager"), images, labels, 0)
+
+
+def what_is_trained(row: str, name: str) -> tuple[ExitNet, nn.Module, Criterion]:
+    """The network, what is called, and its loss."""
+    model = create_model(name)
+    if row not in (SECOND, SECOND_LEARNED):
+        return model, model, exit_losses
+    above = create_model(name, collaboration=True)
+    assert isinstance(above, CollaborativeNet)
+    return above, WithTeacher(above, classifier(model.heads[-1])), OneForAll(IMTA.temperature, IMTA.gamma)
 
 
 def floor_line(model: str, batch: int, device: str = "auto", precision: str = "auto") -> str:

@@ -15,10 +15,20 @@ from offramp.models.exits import ExitNet, State
 
 def classifier(head: nn.Module) -> nn.Linear:
     """The linear layer of a head of ours."""
-    linear = getattr(head, "linear", None)
-    if not isinstance(linear, nn.Linear) or not hasattr(head, "features"):
+    linear = _linear(head)
+    if linear is None:
         raise ValueError("collaboration needs heads with `features` and a `linear` layer, as MSDNet's and RANet's")
     return linear
+
+
+def collaborates(model: ExitNet) -> bool:
+    """Whether collaborating classifiers can be put on a network."""
+    return all(_linear(head) is not None for head in model.heads)
+
+
+def _linear(head: nn.Module) -> nn.Linear | None:
+    linear = getattr(head, "linear", None)
+    return linear if isinstance(linear, nn.Linear) and hasattr(head, "features") else None
 
 
 class CollaborativeNet(ExitNet):

@@ -2,7 +2,7 @@
 
 A section's `section.toml` has its title, its text, the split its numbers come from (`test`, or `calibration` for what
 was tuned), its budgets in millions of mul-adds, `beside`, patterns of run folders in other sections to compare with,
-and under `[ratios]` what a step with learned weights costs beside a conventional one, for each order.
+and under `[ratios]` what a step with learned weights costs beside a conventional one, for each order (see price.py).
 """
 
 from __future__ import annotations
