@@ -43,9 +43,9 @@ def ceiling(costs: Sequence[int], max_exit: int | None = None, max_mul_adds: flo
     """The last exit that may be used under both limits."""
     last = len(costs)
     if max_exit is not None:
-        if max_exit < 1:
-            raise ValueError(f"max_exit must be 1 or more, got {max_exit}")
-        last = min(last, max_exit)
+        if not 1 <= max_exit <= last:
+            raise ValueError(f"max_exit must lie between 1 and {last}, got {max_exit}")
+        last = max_exit
     if max_mul_adds is not None:
         affordable = sum(cost <= max_mul_adds for cost in costs)
         if not affordable:
