@@ -225,6 +225,15 @@ def test_what_training_fills_in_is_no_change_of_the_recipe() -> None:
     assert set(StoredRun(Path(), begun, None, [], {}, "").changes) == set(both)
 
 
+def test_the_papers_numbers_stand_beside_imta_too() -> None:
+    recipe = load_recipe("cifar100-msdnet7-imta")
+    begun = with_settings(recipe.config, ["model.num_classes=100", "model.overrides={collaboration=true}"])
+    for config, known in ((begun, True), (with_settings(begun, ["model.overrides.growth=4"]), False)):
+        run = StoredRun(Path(), config, None, [], {}, "")
+        group = Group("IMTA", "black", (run,))  # type: ignore[arg-type]
+        assert group.paper_top1 == (recipe.paper_top1 if known else None)
+
+
 def test_a_list_of_weights_can_be_typed_again() -> None:
     settings = ["weighting.name=fixed", "weighting.exits=[1.2, 0.8]"]
     run = StoredRun(Path(), with_settings(load_recipe("digits-baseline").config, settings), None, [], {}, "")

@@ -256,10 +256,16 @@ def data_config(name: str, settings: Iterable[str]) -> DataConfig:
 
 
 def decisive(config: RunConfig) -> RunConfig:
-    """A configuration without what does not decide the result: seed, place of the data, how often things are saved."""
+    """A configuration without what does not decide the result: seed, place of the data, how often things are saved.
+
+    Nor does it have what training fills in for IMTA's second phase.
+    """
     plain = TrainConfig()
     train = replace(config.train, eval_every=plain.eval_every, save_seconds=plain.save_seconds)
-    return replace(config, seed=0, data=replace(config.data, dir=None), train=train)
+    implied = ("collaboration",) if config.imta.collaboration else ()
+    overrides = {key: value for key, value in config.model.overrides.items() if key not in implied}
+    model = replace(config.model, overrides=overrides)
+    return replace(config, seed=0, model=model, data=replace(config.data, dir=None), train=train)
 
 
 def parse_setting(setting: str) -> tuple[str, Any]:

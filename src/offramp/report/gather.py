@@ -101,10 +101,10 @@ class Group:
         name = self.first.config.recipe
         if name not in list_recipes():
             return None
-        recipe, config = load_recipe(name), self.first.config
-        own, used = recipe.config.model, config.model
-        same = (own.name, own.overrides, recipe.config.data.name) == (used.name, used.overrides, config.data.name)
-        return recipe.paper_top1 if same else None
+        recipe = load_recipe(name)
+        own, used = decisive(recipe.config), decisive(self.first.config)
+        same = [(c.model.name, c.model.overrides, c.data.name) for c in (own, used)]
+        return recipe.paper_top1 if same[0] == same[1] else None
 
     def top1(self) -> np.ndarray:
         """Accuracy of every exit on everything, [runs, K]."""

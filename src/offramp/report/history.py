@@ -66,8 +66,8 @@ def weights_by_epoch(history: History | None, name: str) -> Panels | None:
     if history is None or len(history.epochs) < 2:
         return None
     caption = (
-        "Mean weight at every exit while the network learned: of all training samples, of those that would leave at "
-        "the first exit, and of those left to the last one."
+        "Mean weight at every exit while the network learned, over some hundred training samples of every epoch: all "
+        "of them, those that would leave at the first exit, and those left to the last one."
     )
     titles = {"all": "all samples", "first": "leave at the first exit", "last": "left to the last exit"}
     values = np.array([getattr(history, kind) for kind in titles])

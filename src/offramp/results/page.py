@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from offramp.config import WeightingConfig
+from offramp.config import RunConfig, WeightingConfig
 from offramp.console import millions
 from offramp.files import write_bytes
 from offramp.recipe import list_recipes, load_recipe
@@ -83,8 +83,15 @@ def read_section(folder: Path) -> Section:
         raise ValueError(f"{path}: split must be test or calibration, got {split!r}")
     runs = stored_runs(folder) + [run for pattern in beside for run in _matching(folder.parent, pattern)]
     found = cast(Groups, by_configuration(cast(Any, runs)))
-    found.sort(key=lambda group: (group[0].config.model.name, group[0].config.weighting.name != "uniform"))
+    found.sort(key=_place)
     return Section(folder, title, text, split, budgets, ratios, found)
+
+
+def _place(group: Sequence[StoredRun]) -> tuple[str, bool, int]:
+    """By network; conventional training first, then what changes less of its recipe's weighting."""
+    first = group[0]
+    changed = sum(key.startswith("weighting.") for key in first.changes)
+    return first.config.model.name, first.config.weighting.name != "uniform", changed
 
 
 def _matching(results: Path, pattern: str) -> list[StoredRun]:
@@ -107,7 +114,8 @@ def write_page(results: Path, out: Path) -> Path:
         "standard deviation over seeds, in differences one standard error. Thresholds of budgeted numbers come from "
         "the calibration split by the paper's rule; where a curve of such policies ends below a budget, its end "
         "counts. Runs share a GPU, so what training costs is not read off their clocks: *baseline epochs* follow from "
-        "how many steps train the weight net, and from the measured ratio of such a step to a conventional one.\n"
+        "how many steps train the weight net, and from the measured ratio of such a step to a conventional one; what a "
+        "hundred of them bring is the gain over all that were spent.\n"
     )
     parts = [intro, *(_section(section, out) for section in sections), _all_runs(sections)]
     write_bytes(out, "\n".join(parts).encode())
@@ -163,12 +171,16 @@ def _anytime(groups: Groups) -> str:
     for group in groups:
         top1 = np.array([[100 * score.top1 for score in run.metrics] for run in group])
         cells = [with_spread(column) for column in top1.T]
-        rows.append([label(group), str(group[0].config.train.epochs), str(len(group)), *_filled(cells, exits)])
+        rows.append([label(group), _epochs(group[0].config), str(len(group)), *_filled(cells, exits)])
         paper = _paper(group)
         row = [f"the paper's {method_label(group[0].config)}", *paper[:1], "", *_filled(paper[1:], exits)]
         if paper and row not in rows:
             rows.append(row)
     return to_markdown(["every exit on all test images", "epochs", "seeds", *_numbers(exits)], rows)
+
+
+def _epochs(config: RunConfig) -> str:
+    return str(config.train.epochs) if not config.imta.collaboration else f"2 x {config.train.epochs}"
 
 
 def _paper(group: Sequence[StoredRun]) -> list[str]:
@@ -177,7 +189,7 @@ def _paper(group: Sequence[StoredRun]) -> list[str]:
     recipe = load_recipe(name) if name in list_recipes() else None
     if recipe is None or recipe.paper_top1 is None:
         return []
-    return [str(recipe.config.train.epochs), *(f"{value:.2f}" for value in recipe.paper_top1)]
+    return [_epochs(recipe.config), *(f"{value:.2f}" for value in recipe.paper_top1)]
 
 
 def _numbers(exits: int) -> list[str]:
@@ -265,7 +277,10 @@ def _last_epoch(groups: Groups) -> str:
             rows += [[label(group), what, str(len(values)), *cells]] if values else []
     width = max(map(len, rows), default=0)
     columns = ["in the last epoch", "", "seeds", *_numbers(width - 3)]
-    return to_markdown(columns, [_filled(row, width) for row in rows]) if rows else ""
+    if not rows:
+        return ""
+    note = "The training loss is that of the whole epoch, without weights; weights are of some hundred of its samples."
+    return to_markdown(columns, [_filled(row, width) for row in rows]) + f"\n{note}\n"
 
 
 def _calibration(group: Sequence[StoredRun]) -> np.ndarray:
@@ -318,7 +333,7 @@ def _all_runs(sections: Sequence[Section]) -> str:
             for run in group:
                 seconds = "" if run.seconds is None else f"{run.seconds:,.0f}" + _with_others(run.together)
                 top1 = " ".join(f"{100 * score.top1:.2f}" for score in run.metrics)
-                facts = [str(run.config.seed), str(run.config.train.epochs), run.device, seconds]
+                facts = [str(run.config.seed), _epochs(run.config), run.device, seconds]
                 rows.append([section.name, label([run]), *facts, "" if section.split == "calibration" else top1])
     columns = ["section", "run", "seed", "epochs", "device", "seconds", "top-1 of every exit"]
     return "## All runs\n\n" + to_markdown(columns, rows)

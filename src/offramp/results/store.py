@@ -74,9 +74,7 @@ class StoredRun:
         if self.config.recipe not in list_recipes():
             return {}
         own, recipe = (_flat(decisive(c).to_json()) for c in (self.config, load_recipe(self.config.recipe).config))
-        aside = ["model.num_classes", "recipe"]
-        if self.config.imta.collaboration:
-            aside.append("model.overrides.collaboration")  # as the classes, filled in where training begins
+        aside = ("model.num_classes", "recipe")
         return {key: value for key, value in own.items() if recipe.get(key) != value and key not in aside}
 
 
