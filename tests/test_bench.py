@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from offramp import ExitNet, create_model
-from offramp.bench import BASELINE, ROWS, bench_train, where_time_goes
+from offramp import ExitNet, create_model, register_model
+from offramp import bench as benches
+from offramp.bench import BASELINE, ROWS, SECOND, SECOND_LEARNED, bench_train, where_time_goes
 from offramp.floor import copied_bytes_per_s, floor_of
 from offramp.models.cost import exit_costs
 from offramp.models.layers import ConvBNReLU
@@ -19,6 +20,17 @@ def test_every_row_is_timed_and_weighed() -> None:
     assert all(row.milliseconds > 0 and row.peak_mb >= 0 for row in rows)
     assert {row.name: row.ratio for row in rows}[BASELINE] == 1 and {row.way for row in rows} == {"eager"}
     assert rows[0].images_per_s == pytest.approx(8000 / rows[0].milliseconds, rel=0.01)
+
+
+def test_a_network_without_heads_of_ours_has_no_second_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(num_classes: int) -> ExitNet:
+        heads = [nn.Sequential(nn.Flatten(), nn.Linear(32, num_classes)) for _ in range(2)]
+        return ExitNet.from_parts([nn.Conv2d(3, 2, 8, stride=8), nn.Conv2d(2, 2, 1)], heads)
+
+    register_model("bench-test-net", build, num_classes=4)
+    monkeypatch.setattr(benches, "peak_megabytes", lambda *_: 0.0)
+    rows = bench_train("bench-test-net", 8, "cpu", repeats=1)
+    assert [row.name for row in rows] == [row for row in ROWS if row not in (SECOND, SECOND_LEARNED)]
 
 
 def test_an_odd_batch_is_refused() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from offramp.files import read_json, write_json
 from offramp.report.history import SPANS, History, weight_history, weights_by_epoch
 from offramp.results.page import write_page
 from offramp.results.store import keep_run, read_stored
@@ -54,6 +55,17 @@ def test_a_damaged_file_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "samples/epoch-0002.npz").write_bytes(b"PK")
     with pytest.raises(ValueError, match=r"epoch-0002\.npz is damaged"):
         weight_history(tmp_path)
+
+
+@pytest.mark.parametrize("spoilt", [{"epochs": [1.0]}, {"last": [[1.0], [1.0]]}, {"all": [[1.0, 2.0, 3.0], [1.0]]}])
+def test_what_is_no_history_is_a_sentence(tmp_path: Path, spoilt: dict[str, list[float]]) -> None:
+    run = write_run(tmp_path / "run", "digits-learned")
+    keep_samples(run, 2)
+    kept = keep_run(run, tmp_path / "kept")
+    weights = read_json(kept / "weights.json")
+    write_json(kept / "weights.json", {**weights, "history": {**weights["history"], **spoilt}})
+    with pytest.raises(ValueError, match="is not what was kept of a run"):
+        read_stored(kept)
 
 
 def test_what_is_kept_of_a_run_draws_the_same_picture(tmp_path: Path) -> None:

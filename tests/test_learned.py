@@ -187,9 +187,13 @@ def test_every_weighting_trains_and_keeps_samples(tmp_path: Path, small_config: 
     assert all(torch.equal(net[k], same_net[k]) for k in same_net) and same_net
     np.testing.assert_allclose(kept["weights"].mean(1), 1, atol=1e-6)
     uniform = train_run(small_config("train.epochs=1"), tmp_path / "uniform", device="cpu")
-    with pytest.raises(ValueError, match="holds no finished weight net"):
-        bad = f'weighting.from_run="{uniform}"'
-        train_run(small_config("weighting.name=frozen", bad), tmp_path / "bad", device="cpu")
+    for words, bad in (
+        ("holds no finished weight net", ("weighting.name=frozen", f'weighting.from_run="{uniform}"')),
+        ("has 3 weights, the network has 2 exits", ("weighting.name=fixed", "weighting.exits=[1, 1, 1]")),
+    ):
+        with pytest.raises(ValueError, match=words):
+            train_run(small_config(*bad), tmp_path / "bad", device="cpu")
+        assert not (tmp_path / "bad").exists()  # the next try may take the same folder
 
 
 def test_their_own_loop_with_a_scheduler_and_saved_state() -> None:

@@ -117,9 +117,29 @@ def test_a_section_can_show_runs_of_another_beside_its_own(results: Path, tmp_pa
     assert "offramp train digits-baseline" in first and "offramp train digits-baseline" not in second
     assert len([line for line in every.splitlines() if line.startswith("| 1-main | baseline")]) == 2
     assert not [line for line in every.splitlines() if line.startswith("| 2-other | baseline")]
-    about.write_text(ABOUT + 'beside = ["1-main/nothing*"]\n')
-    with pytest.raises(ValueError, match="holds no run that '1-main/nothing\\*' matches"):
-        write_page(results, tmp_path / "page.md")
+    for given, words in (
+        ('["1-main/nothing*"]', r"holds no run that '1-main/nothing\*' matches"),
+        ('"1-main/*"', "cannot be used: beside must list patterns"),
+        ('["/1-main/*"]', "beside must list patterns"),
+        ('[""]', "beside must list patterns"),
+        ("[1]", "beside must list patterns"),
+    ):
+        about.write_text(f"{ABOUT}beside = {given}\n")
+        with pytest.raises(ValueError, match=words):
+            write_page(results, tmp_path / "page.md")
+
+
+def test_a_seed_shown_beside_others_stays_where_it_is_kept(results: Path, tmp_path: Path) -> None:
+    """Seed 0 of both in one section, seed 1 in the other: differences have both, the list of runs has each once."""
+    (results / "2-other").mkdir()
+    for run in results.glob("1-main/*seed=1"):
+        run.rename(results / "2-other" / run.name)
+    (results / "2-other/section.toml").write_text(ABOUT.replace("Main", "Other") + 'beside = ["1-main/*seed=0"]\n')
+    page = write_page(results, tmp_path / "page.md").read_text()
+    first, second, every = re.split("^## (?:Other|All runs)", page, flags=re.M)
+    assert "| seed 1 |" not in first and "| seed 0 |" in second and "| seed 1 |" in second
+    assert "--seeds 0\n" in first and "--seeds 1\n" in second
+    assert len(re.findall(r"^\| [12]-\w+ \|", every, flags=re.M)) == 4
 
 
 def test_what_was_tuned_shows_no_test_numbers(results: Path, tmp_path: Path) -> None:

@@ -102,6 +102,12 @@ def test_fixed_weights_by_name(settings: tuple[str, ...], expected: list[float])
     torch.testing.assert_close(weights[7], torch.tensor(expected))
 
 
+def test_fixed_weights_that_teach_nothing_are_refused() -> None:
+    for exits in ("[]", "[0, 0.0]"):
+        with pytest.raises(ValueError, match=r"weighting\.exits must hold a weight above 0"):
+            with_settings(RunConfig(), ["weighting.name=fixed", f"weighting.exits={exits}"])
+
+
 def test_fixed_weights_are_for_as_many_exits_as_there_are() -> None:
     config = with_settings(RunConfig(), ["weighting.name=fixed", "weighting.exits=[1, 2]"])
     with pytest.raises(ValueError, match=r"weighting\.exits has 2 weights, the network has 4 exits"):

@@ -1,7 +1,7 @@
 """Benchmarks. `bench_train`: what learned weights cost beside conventional training, in one run.
 
 Rows are timed in turn, again and again, so that a busy machine slows all of them alike; the median counts. The
-ratio is a learned loader batch over two baseline updates of half of it, run the same way. On a GPU every row is run
+ratio is a row's loader batch over two baseline updates of half of it, run the same way. On a GPU every row is run
 eagerly, as a CUDA graph of plain operations (`graph`), and as one with kernels of our own (`fast`). Memory on a CPU
 is measured in a fresh process per row: how far a few steps make it grow.
 """

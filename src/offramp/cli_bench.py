@@ -23,7 +23,7 @@ def bench_train_command(
     where: Annotated[bool, typer.Option(help="Instead: where the time of a learned step goes.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Time a training step with learned weights, by each engine, beside conventional training.
+    """Time a training step with learned weights, by each engine, beside conventional training, and IMTA's second phase.
 
     On a GPU each is run eagerly, as a CUDA graph, and as one with offramp's own kernels (fast).
     """

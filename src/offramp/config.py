@@ -161,6 +161,8 @@ class RunConfig:
             raise ValueError("weighting.name=frozen needs weighting.from_run, the run folder of the weight net")
         if (self.weighting.name == "fixed") != (self.weighting.exits is not None):
             raise ValueError("weighting.name=fixed and weighting.exits, a weight for every exit, need each other")
+        if self.weighting.exits is not None and not any(self.weighting.exits):
+            raise ValueError("weighting.exits must hold a weight above 0, or nothing is learned")
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": 1, **asdict(self)}

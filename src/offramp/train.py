@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from offramp.build import fit_to_data, new_model, on_top_of, refuse_other_size, without_collaboration
+from offramp.build import fit_to_data, new_model, new_weighting, on_top_of, refuse_other_size, without_collaboration
 from offramp.config import RunConfig
 from offramp.console import Bar, progress
 from offramp.data import load_dataset
@@ -113,6 +113,7 @@ def training(
     config = fit_to_data(config, data)
     model = new_model(config)
     refuse_other_size(model, data)
+    new_weighting(config, model.num_exits, torch.device("cpu"))  # refuses what does not fit before a folder is made
     setup = Setup(data, place, world, caught, together)
     if not isinstance(model, CollaborativeNet):
         model.equilibrium = config.imta.equilibrium

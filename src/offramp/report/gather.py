@@ -24,7 +24,7 @@ from offramp.metrics import Curve, ExitMetrics, Overthinking, curve, exit_metric
 from offramp.outputs import EVAL, SUMMARY, EvalSummary, Outputs, read_arrays, read_outputs, read_summary
 from offramp.policy import Policies
 from offramp.recipe import list_recipes, load_recipe
-from offramp.report.history import History, weight_history
+from offramp.report.history import History, sample_files, weight_history
 from offramp.runs import CONFIG, read_config, read_metrics
 
 log = logging.getLogger("offramp")
@@ -126,7 +126,7 @@ class Group:
 
 def last_samples(run: Path) -> dict[str, np.ndarray] | None:
     """Losses, weights and exits of training samples in the last epoch that kept them."""
-    files = sorted((run / "samples").glob("epoch-*.npz"))
+    files = sample_files(run)
     if not files:
         return None
     names = ("losses", "weights", "exits")

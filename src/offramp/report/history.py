@@ -36,12 +36,19 @@ class History:
     def from_json(value: Mapping[str, Any]) -> History:
         epochs = tuple(float(epoch) for epoch in value["epochs"])
         rows = {name: tuple(tuple(map(float, row)) for row in value[name]) for name in ("all", "first", "last")}
+        if len({np.shape(kind) for kind in rows.values()}) > 1 or len(rows["all"]) != len(epochs):
+            raise ValueError("not a mean weight for every span of epochs and every exit")
         return History(epochs, **rows)
+
+
+def sample_files(run: Path) -> list[Path]:
+    """What a run kept of training samples, epoch by epoch."""
+    return sorted((run / "samples").glob("epoch-*.npz"))
 
 
 def weight_history(run: Path) -> History | None:
     """What a run's samples say; nothing where it kept none."""
-    files = sorted((run / "samples").glob("epoch-*.npz"))
+    files = sample_files(run)
     if not files:
         return None
     spans = [span for span in np.array_split(np.array(files), SPANS) if len(span)]
@@ -66,8 +73,8 @@ def weights_by_epoch(history: History | None, name: str) -> Panels | None:
     if history is None or len(history.epochs) < 2:
         return None
     caption = (
-        "Mean weight at every exit while the network learned, over some hundred training samples of every epoch: all "
-        "of them, those that would leave at the first exit, and those left to the last one."
+        "Mean weight at every exit while the network learned, over some training samples of every epoch: all of "
+        "them, those that would leave at the first exit, and those left to the last one."
     )
     titles = {"all": "all samples", "first": "leave at the first exit", "last": "left to the last exit"}
     values = np.array([getattr(history, kind) for kind in titles])

@@ -53,11 +53,12 @@ class Section:
 
     @property
     def own(self) -> Groups:
-        """Groups that are not only shown beside."""
-        return [group for group in self.groups if self.owns(group)]
+        """Groups without the runs that are only shown beside."""
+        found = ([run for run in group if self.owns(run)] for group in self.groups)
+        return [group for group in found if group]
 
-    def owns(self, group: Sequence[StoredRun]) -> bool:
-        return group[0].folder.is_relative_to(self.folder)
+    def owns(self, run: StoredRun) -> bool:
+        return run.folder.is_relative_to(self.folder)
 
     @property
     def tested(self) -> Groups:
@@ -75,7 +76,7 @@ def read_section(folder: Path) -> Section:
         title, text = str(about["title"]), str(about["text"]).strip()
         budgets = tuple(1e6 * float(b) for b in about.get("budgets", ()))
         ratios = {str(order): float(ratio) for order, ratio in about.get("ratios", {}).items()}
-        beside = [str(pattern) for pattern in about.get("beside", ())]
+        beside = _patterns(about.get("beside", []))
     except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
     split = about.get("split", "test")
@@ -85,6 +86,13 @@ def read_section(folder: Path) -> Section:
     found = cast(Groups, by_configuration(cast(Any, runs)))
     found.sort(key=_place)
     return Section(folder, title, text, split, budgets, ratios, found)
+
+
+def _patterns(given: Any) -> list[str]:
+    fit = isinstance(given, list) and all(isinstance(p, str) and p and not Path(p).is_absolute() for p in given)
+    if not fit:
+        raise ValueError(f"beside must list patterns such as '1-main/*-seed=0', got {given!r}")
+    return list(given)
 
 
 def _place(group: Sequence[StoredRun]) -> tuple[str, bool, int]:
@@ -129,7 +137,7 @@ def _section(section: Section, out: Path) -> str:
     else:
         parts.append(_anytime(section.tested))
         parts.append(_budgeted(section.tested, section.budgets))
-        parts += [_paired(*pair, section) for pair in pairs(section.tested) if section.owns(pair[1])]
+        parts += [_paired(*pair, section) for pair in pairs(section.tested) if any(map(section.owns, pair[1]))]
         if len(pairs(section.groups)) > 1:  # what the choice between settings may look at
             parts.append(_tuned(section))
         parts.append(_last_epoch(section.groups))
@@ -279,7 +287,7 @@ def _last_epoch(groups: Groups) -> str:
     columns = ["in the last epoch", "", "seeds", *_numbers(width - 3)]
     if not rows:
         return ""
-    note = "The training loss is that of the whole epoch, without weights; weights are of some hundred of its samples."
+    note = "The training loss is that of the whole epoch, without weights; weights are of some of its samples."
     return to_markdown(columns, [_filled(row, width) for row in rows]) + f"\n{note}\n"
 
 

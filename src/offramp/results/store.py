@@ -108,12 +108,17 @@ def keep_run(run: Path, into: Path, *, log_only: bool = False) -> Path:
     if (run / ENVIRONMENT).is_file():
         known = read_json(run / ENVIRONMENT)
         write_json(target / ENVIRONMENT, {key: known[key] for key in FACTS if key in known})
-    samples, history = last_samples(run), weight_history(run)
-    if samples is not None and history is not None and config.weighting.name == "learned":
-        write_json(target / WEIGHTS, {"schema": 1, **about_weights(samples), "history": history.to_json()})
+    if config.weighting.name == "learned":
+        _keep_weights(run, target)
     if data is not None:
         _keep_evaluation(data, target)
     return target
+
+
+def _keep_weights(run: Path, target: Path) -> None:
+    samples, history = last_samples(run), weight_history(run)
+    if samples is not None and history is not None:
+        write_json(target / WEIGHTS, {"schema": 1, **about_weights(samples), "history": history.to_json()})
 
 
 def _keep_evaluation(data: RunData, target: Path) -> None:
