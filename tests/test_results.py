@@ -17,11 +17,11 @@ from offramp.config import RunConfig, decisive, with_settings
 from offramp.data import load_dataset
 from offramp.recipe import load_recipe
 from offramp.report.figures import marks_of_accuracy
-from offramp.report.gather import Group
+from offramp.report.gather import Group, paper_top1
 from offramp.results.claim import Difference, all_else, differences, shared_seeds, verdict
-from offramp.results.page import apart, command, label, write_page
+from offramp.results.page import _anytime, apart, command, label, write_page
 from offramp.results.price import baseline_epochs
-from offramp.results.store import StoredRun, about_weights, read_stored, stored_runs
+from offramp.results.store import StoredRun, about_weights, read_stored, stored_name, stored_runs
 from saved import write_run
 
 BUDGETS = (2e6, 4e6)
@@ -92,7 +92,7 @@ def test_the_page_is_written_from_what_is_kept(results: Path, tmp_path: Path, mo
     found = differences(before, after, BUDGETS)
     for at, seed in enumerate(shared_seeds(before, after)):
         assert f"| seed {seed} | " + " | ".join(f"{d.points[at]:+.2f}" for d in found) in text
-    assert "| mean ± standard error | " + " | ".join(map(str, found)) in text
+    assert "minus baseline, 2 seeds | " + " | ".join(map(str, found)) in text
     assert "Lines: " in text and "Bands: " in text and "Rings: " in text
     assert "Crosses: " not in text  # the paper says nothing about digits
     assert (
@@ -102,6 +102,28 @@ def test_the_page_is_written_from_what_is_kept(results: Path, tmp_path: Path, mo
     assert (tmp_path / "docs/results/1-main.png").stat().st_size > 5000 and "results/1-main.png" in text
     write_page(results, out)
     assert out.read_text() == text  # nothing but what is kept decides
+
+
+def test_other_weights_are_compared_too_but_the_claim_is_not_about_them(results: Path, tmp_path: Path) -> None:
+    shutil.rmtree(next(results.glob("1-main/digits-learned*seed=1")))
+    config = next(results.glob("1-main/digits-learned*/config.json"))
+    table = json.loads(config.read_text())
+    table["weighting"] |= {"name": "fixed", "exits": [1.2, 1.0, 0.8]}
+    config.write_text(json.dumps(table))
+    text = write_page(results, tmp_path / "page.md").read_text()
+    assert "| fixed weights, msdnet-tiny, calibration=400, exits=[1.2,1.0,0.8] minus baseline, seed 0 | " in text
+    assert "The claim" not in text and "no verdict" not in text
+
+
+def test_runs_without_a_calibration_split_make_no_table_of_it(results: Path, tmp_path: Path) -> None:
+    for log in results.rglob("metrics.jsonl"):
+        rows = [json.loads(line) for line in log.read_text().splitlines()]
+        log.write_text("".join(json.dumps({**row, "calibration_top1": None}) + "\n" for row in rows))
+    other = next(results.glob("1-main/digits-learned*seed=0"))
+    table = json.loads((other / "config.json").read_text())
+    table["weighting"]["interval"] = 4  # two settings, so a choice between them
+    (other / "config.json").write_text(json.dumps(table))
+    assert "on the calibration split" not in write_page(results, tmp_path / "page.md").read_text()
 
 
 def test_a_section_can_show_runs_of_another_beside_its_own(results: Path, tmp_path: Path) -> None:
@@ -254,10 +276,23 @@ def test_the_papers_numbers_stand_beside_imta_too() -> None:
         assert group.paper_top1 == (recipe.paper_top1 if known else None)
 
 
+def test_the_papers_numbers_are_not_those_of_another_weighting() -> None:
+    recipe = load_recipe("cifar100-msdnet5-baseline")
+    fixed = with_settings(recipe.config, ["weighting.name=fixed", "weighting.exits=[1.2, 1.1, 1, 0.9, 0.8]"])
+    assert paper_top1(recipe.config) == recipe.paper_top1 and paper_top1(fixed) is None
+    runs = [StoredRun(Path(), config, None, [], {}, "") for config in (recipe.config, fixed)]
+    assert [line.split(" | ")[0] for line in _anytime([[run] for run in runs]).splitlines()[2:]] == [
+        "| baseline, msdnet5",
+        "| the paper's baseline",
+        "| fixed weights, msdnet5, exits=[1.2,1.1,1.0,0.9,0.8]",
+    ]
+
+
 def test_a_list_of_weights_can_be_typed_again() -> None:
     settings = ["weighting.name=fixed", "weighting.exits=[1.2, 0.8]"]
     run = StoredRun(Path(), with_settings(load_recipe("digits-baseline").config, settings), None, [], {}, "")
     assert label([run]) == "fixed weights, msdnet-tiny, exits=[1.2,0.8]"
+    assert stored_name(run.config) == "digits-baseline-exits=1.2+0.8-name=fixed-seed=0"
     typed = shlex.split(command([run]))
     assert "weighting.exits=[1.2,0.8]" in typed and with_settings(RunConfig(), settings) == with_settings(
         RunConfig(), [word for word in typed if word.startswith("weighting.")]
@@ -287,7 +322,7 @@ def test_cost_is_in_baseline_epochs(results: Path, tmp_path: Path) -> None:
     assert baseline_epochs(imta, second) == 45 + 30 * 0.75
     assert baseline_epochs(with_settings(imta, ["weighting.name=uniform"]), second) == 45
     spent = stored_runs(results)[-1].config.train.epochs * 3
-    for split, words in (("test", f"A learned run costs {spent} baseline epochs"), ("calibration", f"| {spent} |")):
+    for split, words in (("test", f"A run costs {spent} baseline epochs"), ("calibration", f"| {spent} |")):
         about = f'{ABOUT}split = "{split}"\n[ratios]\nexact = 3.0\n'
         (results / "1-main/section.toml").write_text(about)
         assert words in write_page(results, tmp_path / "page.md").read_text()

@@ -54,7 +54,7 @@ STYLE: Any = {
 }
 
 Draw = Callable[[Axes], None]
-SIZES = {"wide": (6.0, 5.0), "normal": (4.6, 3.3), "third": (3.4, 2.7), "small": (2.5, 2.2)}
+SIZES = {"tall": (6.0, 6.2), "wide": (6.0, 5.0), "normal": (4.6, 3.3), "third": (3.4, 2.7), "small": (2.5, 2.2)}
 
 
 @dataclass(frozen=True)

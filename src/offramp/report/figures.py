@@ -15,6 +15,7 @@ from offramp.report.drawing import INK, Panels
 from offramp.report.gather import Group
 
 M = 1e6
+FEW = 4  # groups whose names fit into the picture
 
 
 def _legend(axes: Axes, place: Any, **options: Any) -> None:
@@ -65,7 +66,10 @@ def draw_accuracy(groups: Sequence[Group], family: str, axes: Axes) -> None:
         axes.plot([], [], "x", color=INK, markersize=6, label="the paper's")
     axes.set_xlabel("mean mul-adds per image, millions")
     axes.set_ylabel("top-1, %")
-    _legend(axes, "lower right")
+    if len(groups) > FEW:
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), fontsize=8)  # above, where it hides nothing
+    else:
+        _legend(axes, "lower right")
 
 
 def accuracy_against_time(groups: Sequence[Group], milliseconds: Sequence[float]) -> Panels:

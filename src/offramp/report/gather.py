@@ -97,14 +97,7 @@ class Group:
 
     @property
     def paper_top1(self) -> tuple[float, ...] | None:
-        """What the paper reports for this recipe, in %, if the network is still the recipe's."""
-        name = self.first.config.recipe
-        if name not in list_recipes():
-            return None
-        recipe = load_recipe(name)
-        own, used = decisive(recipe.config), decisive(self.first.config)
-        same = [(c.model.name, c.model.overrides, c.data.name) for c in (own, used)]
-        return recipe.paper_top1 if same[0] == same[1] else None
+        return paper_top1(self.first.config)
 
     def top1(self) -> np.ndarray:
         """Accuracy of every exit on everything, [runs, K]."""
@@ -221,6 +214,18 @@ def _labels(runs: Sequence[RunData]) -> list[str]:
             return labels
     above = os.path.commonpath([run.folder.parent for run in runs])
     return [os.path.relpath(run.folder, above) for run in runs]
+
+
+def paper_top1(config: RunConfig) -> tuple[float, ...] | None:
+    """What the paper reports for a run's recipe, in %, if network, data and method are still the recipe's."""
+    if config.recipe not in list_recipes():
+        return None
+    recipe = load_recipe(config.recipe)
+    own, used = (
+        (c.model.name, c.model.overrides, c.data.name, method_label(c))
+        for c in (decisive(recipe.config), decisive(config))
+    )
+    return recipe.paper_top1 if own == used else None
 
 
 def method_label(config: RunConfig) -> str:

@@ -17,7 +17,7 @@ LOSS_ALLOWED = 0.5  # points that any one exit may lose
 
 @dataclass(frozen=True)
 class Difference:
-    """Learned minus baseline at an exit or a budget, in points, for each seed that has both."""
+    """Another weighting minus baseline at an exit or a budget, in points, for each seed that has both."""
 
     what: str
     points: tuple[float, ...]
@@ -44,13 +44,13 @@ class Difference:
 
 
 def pairs(groups: Sequence[Sequence[StoredRun]]) -> list[tuple[Sequence[StoredRun], Sequence[StoredRun]]]:
-    """Conventional training and learned weights of the same network, data and schedule."""
+    """Conventional training and another weighting, of the same network, data and schedule."""
     return [
         (before, after)
         for before in groups
         for after in groups
         if before[0].config.weighting.name == "uniform"
-        and after[0].config.weighting.name == "learned"
+        and after[0].config.weighting.name != "uniform"
         and all_else(before[0].config) == all_else(after[0].config)
     ]
 

@@ -22,10 +22,10 @@ from offramp.console import millions
 from offramp.files import write_bytes
 from offramp.recipe import list_recipes, load_recipe
 from offramp.report.drawing import Panels, save
-from offramp.report.figures import draw_accuracy, marks_of_accuracy
-from offramp.report.gather import COLOURS, Group, RunData, by_configuration, method_label
+from offramp.report.figures import FEW, draw_accuracy, marks_of_accuracy
+from offramp.report.gather import COLOURS, Group, RunData, by_configuration, method_label, paper_top1
 from offramp.report.history import weights_by_epoch
-from offramp.results.claim import all_else, differences, pairs, shared_seeds, verdict
+from offramp.results.claim import Difference, all_else, differences, pairs, shared_seeds, verdict
 from offramp.results.price import baseline_epochs
 from offramp.results.store import OF_WEIGHTS, StoredRun, read_stored, stored_name, stored_runs
 from offramp.runs import CONFIG
@@ -137,7 +137,7 @@ def _section(section: Section, out: Path) -> str:
     else:
         parts.append(_anytime(section.tested))
         parts.append(_budgeted(section.tested, section.budgets))
-        parts += [_paired(*pair, section) for pair in pairs(section.tested) if any(map(section.owns, pair[1]))]
+        parts.append(_paired(section))
         if len(pairs(section.groups)) > 1:  # what the choice between settings may look at
             parts.append(_tuned(section))
         parts.append(_last_epoch(section.groups))
@@ -193,11 +193,11 @@ def _epochs(config: RunConfig) -> str:
 
 def _paper(group: Sequence[StoredRun]) -> list[str]:
     """What the paper reports for the recipe, its epochs first; nothing where it reports nothing."""
-    name = group[0].config.recipe
-    recipe = load_recipe(name) if name in list_recipes() else None
-    if recipe is None or recipe.paper_top1 is None:
+    config = group[0].config
+    reported = paper_top1(config)
+    if config.recipe is None or reported is None:
         return []
-    return [_epochs(recipe.config), *(f"{value:.2f}" for value in recipe.paper_top1)]
+    return [_epochs(load_recipe(config.recipe).config), *(f"{value:.2f}" for value in reported)]
 
 
 def _numbers(exits: int) -> list[str]:
@@ -220,40 +220,59 @@ def _budgeted(groups: Groups, budgets: Sequence[float]) -> str:
     return to_markdown(["budgeted", *map(millions, budgets)], rows) if rows and budgets else ""
 
 
-def _paired(before: Sequence[StoredRun], after: Sequence[StoredRun], section: Section) -> str:
-    found = differences(before, after, section.budgets)
-    if not found:
+def _paired(section: Section) -> str:
+    """What every weighting brings, seed by seed; beneath, whether the claim holds for those that are learned."""
+    compared = [
+        (before, after, found)
+        for before, after in pairs(section.tested)
+        if any(map(section.owns, after)) and (found := differences(before, after, section.budgets))
+    ]
+    if not compared:
         return ""
-    seeds = shared_seeds(before, after)
-    rows = [[f"seed {seed}", *(f"{d.points[at]:+.2f}" for d in found)] for at, seed in enumerate(seeds)]
+    columns = list(dict.fromkeys(d.what for *_, found in compared for d in found))
+    rows = [row for pair in compared for row in _difference_rows(*pair, columns)]
+    learned = [(after, found) for _, after, found in compared if after[0].config.weighting.name == "learned"]
+    verdicts = "".join(f"- {label(after)}: {_verdict(after, found, section)}\n" for after, found in learned)
+    return "\n".join(part for part in (to_markdown(["paired by seed", *columns], rows), verdicts) if part)
+
+
+def _difference_rows(
+    before: Sequence[StoredRun], after: Sequence[StoredRun], found: Sequence[Difference], columns: Sequence[str]
+) -> list[list[str]]:
+    """The mean with its standard error, then every seed; of one seed alone, that."""
+    seeds, by_what = shared_seeds(before, after), {d.what: d for d in found}
+    kept = [by_what.get(what) for what in columns]
+    count = f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
+    name = f"{label(after)} minus {method_label(before[0].config)}, {count}"
+    rows = [[name, *("–" if d is None else str(d) for d in kept)]]
     if len(seeds) > 1:
-        rows.append(["mean ± standard error", *map(str, found)])
-    table = to_markdown([f"{label(after)} minus {method_label(before[0].config)}", *(d.what for d in found)], rows)
+        rows += [
+            [f"seed {seed}", *("–" if d is None else f"{d.points[at]:+.2f}" for d in kept)]
+            for at, seed in enumerate(seeds)
+        ]
+    return rows
+
+
+def _verdict(after: Sequence[StoredRun], found: Sequence[Difference], section: Section) -> str:
     last = next(d for d in reversed(found) if d.what.startswith("exit"))
     spent = baseline_epochs(after[0].config, section.ratios)
-    price = (
-        "" if spent is None else f" A learned run costs {spent:.0f} baseline epochs: {_per_hundred(last.mean, spent)}"
-    )
-    return f"{table}\n{verdict(found)}{price}\n"
-
-
-def _per_hundred(gained: float, spent: float) -> str:
-    return f"{100 * gained / spent:+.2f} points at the last exit for every hundred of them."
+    if spent is None:
+        return verdict(found)
+    brings = f"{100 * last.mean / spent:+.2f} points at the last exit for every hundred of them"
+    return f"{verdict(found)} A run costs {spent:.0f} baseline epochs: {brings}."
 
 
 def _tuned(section: Section) -> str:
     """Settings side by side, on the calibration split alone, with what they cost and what that brings."""
-    found = [(group, _calibration(group)) for group in section.groups]
-    exits = max((top1.shape[1] for _, top1 in found if len(top1)), default=0)
+    found = [(group, top1) for group in section.groups if len(top1 := _calibration(group))]
+    if not found:
+        return ""
+    exits = max(top1.shape[1] for _, top1 in found)
     plain = {
-        all_else(group[0].config): top1.mean()
-        for group, top1 in found
-        if len(top1) and group[0].config.weighting.name == "uniform"
+        all_else(group[0].config): top1.mean() for group, top1 in found if group[0].config.weighting.name == "uniform"
     }
     rows = []
     for group, top1 in found:
-        if not len(top1):
-            continue
         cells = [with_spread(column) for column in top1.T]
         spent = baseline_epochs(group[0].config, section.ratios)
         before = plain.get(all_else(group[0].config))
@@ -301,7 +320,9 @@ def _picture(section: Section, out: Path) -> str:
         Group(name, COLOURS[at % len(COLOURS)], cast(tuple[RunData, ...], tuple(group)))
         for at, (name, group) in enumerate(zip(apart(section.tested), section.tested, strict=True))
     ]
-    panels = Panels(section.name, section.title, [partial(draw_accuracy, drawn, "q")], "wide")
+    panels = Panels(
+        section.name, section.title, [partial(draw_accuracy, drawn, "q")], "wide" if len(drawn) <= FEW else "tall"
+    )
     save(panels, out.with_suffix(""))
     about = marks_of_accuracy(drawn, "q")
     return f"![Accuracy against mean mul-adds per image]({out.stem}/{section.name}.png)\n\n{about}\n"

@@ -150,6 +150,8 @@ def stored_name(config: RunConfig) -> str:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(map(_plain, value))
     return "".join(c if c.isalnum() or c in ".+" else "_" for c in str(value))
 
 
