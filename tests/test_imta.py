@@ -14,11 +14,13 @@ from offramp import ExitNet, create_model, evaluate_run, exit_costs, load_model
 from offramp.config import RunConfig
 from offramp.meta import ENGINES, Forward, Problem, generator_states
 from offramp.models.collaboration import CollaborativeNet, WithTeacher, collaborates
-from offramp.models.exits import scale_gradient
+from offramp.models.exits import State, scale_gradient
 from offramp.models.store import read_tensors
 from offramp.objectives.imta import OneForAll
 from offramp.objectives.losses import exit_losses
+from offramp.objectives.weighting import LearnedWeighting
 from offramp.runs import read_metrics
+from offramp.step import Method, iterate
 from offramp.train import train_run
 
 SMALL = {"blocks": (1, 1), "base_width": 4, "growth": 4, "head_width": 4}
@@ -148,9 +150,34 @@ def test_the_teacher_is_the_frozen_networks_own_last_head() -> None:
     x = torch.randn(3, 3, 32, 32)
     expected = base(x)[-1]
     teacher = base.heads[-1].linear
-    outputs = WithTeacher(CollaborativeNet(base), teacher).eval()(x)
-    assert len(outputs) == 3
-    torch.testing.assert_close(outputs[-1], expected)
+    net = CollaborativeNet(base)
+    module = WithTeacher(net, teacher)
+    for mode in (True, False):
+        outputs = module.train(mode)(module.features(x))
+        assert len(outputs) == 3
+        torch.testing.assert_close(outputs[-1], expected)
+        torch.testing.assert_close(outputs[:-1], net(x))
+
+
+@pytest.mark.parametrize("order", ["exact", "delayed"])
+def test_a_step_passes_the_frozen_network_once(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    base = create_model("msdnet-tiny", num_classes=4, **SMALL)
+    teacher = base.heads[-1].linear
+    net = CollaborativeNet(base)
+    module = WithTeacher(net, teacher).train()
+    passed, advance = [], base.advance
+
+    def counted(k: int, state: State) -> tuple[torch.Tensor, State]:
+        passed.append((k, len(state[0])))
+        return advance(k, state)
+
+    monkeypatch.setattr(base, "advance", counted)
+    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+    method = Method(LearnedWeighting(2), order=order, criterion=OneForAll())
+    x, y = batch(1)
+    iterate(module, optimizer, method, x.float(), y, 0)
+    assert passed == [(1, len(x)), (2, len(x))]
 
 
 def test_the_teacher_is_no_exit_of_the_meta_objective() -> None:
@@ -165,8 +192,10 @@ def test_the_teacher_is_no_exit_of_the_meta_objective() -> None:
     losses = []
     for module in (net, WithTeacher(net, teacher)):
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+        meta_x, meta_y = batch(2)
+        seen = module.features(meta_x) if isinstance(module, WithTeacher) else meta_x
         forward = Forward(x, y, torch.zeros(12, 2).double(), generator_states(x.device))
-        problem = Problem(module, optimizer, forward, torch.ones(12, 2).double(), *batch(2))
+        problem = Problem(module, optimizer, forward, torch.ones(12, 2).double(), seen, meta_y)
         losses.append(meta_loss(problem, problem.params()).detach())
     torch.testing.assert_close(losses[0], losses[1])
 

@@ -27,6 +27,7 @@ from offramp.meta import (
     meta_gradients,
     meta_loss_of,
 )
+from offramp.models.collaboration import WithTeacher
 from offramp.models.tape import Tape
 from offramp.objectives.losses import exit_confidences, exit_losses, weighted_loss
 from offramp.objectives.weighting import LearnedWeighting, Weighting
@@ -83,6 +84,9 @@ def iterate(
     step: int,
 ) -> list[HalfResult]:
     """Two updates on a loader batch: each half is once the train half and once the meta half."""
+    if isinstance(model, WithTeacher):
+        with method.autocast():
+            images = model.features(images)
     first, second = zip(images.chunk(2), labels.chunk(2), strict=True)
     learn = method.learns(step)
     if learn and method.order == "delayed":

@@ -37,14 +37,16 @@ class CollaborativeNet(ExitNet):
     def __init__(self, base: ExitNet) -> None:
         super().__init__(base.num_exits, base.input_shape)
         linears = [classifier(head) for head in base.heads]
-        widths, classes = [linear.in_features for linear in linears], linears[0].out_features
+        self.widths, classes = [linear.in_features for linear in linears], linears[0].out_features
         for head in base.heads:
             head.linear = nn.Identity()
         self.base = base.requires_grad_(False)
-        self.heads = nn.ModuleList(nn.Linear(width + (width if k else 0), classes) for k, width in enumerate(widths))
+        self.heads = nn.ModuleList(
+            nn.Linear(width + (width if k else 0), classes) for k, width in enumerate(self.widths)
+        )
         self.passes = nn.ModuleList(
             nn.Sequential(nn.Linear(classes, width), nn.BatchNorm1d(width), nn.ReLU(inplace=True))
-            for width in widths[1:]
+            for width in self.widths[1:]
         )
 
     @property
@@ -62,12 +64,18 @@ class CollaborativeNet(ExitNet):
         return self
 
     def advance(self, k: int, state: State) -> tuple[Tensor, State]:
-        *inner, before = state if k > 1 else (*state, state[0])
-        x, onward = self.base.advance(k, tuple(inner))
-        feature = self.base.heads[k - 1].features(x)  # type: ignore[operator]
-        if k > 1:
-            feature = torch.cat([feature, self.passes[k - 2](before)], dim=1)
-        return feature, onward
+        inner, before = (state[:-1], state[-1]) if k > 1 else (state, None)
+        feature, onward = self.base_feature(k, inner)
+        return self.heard(k, feature, before), onward
+
+    def base_feature(self, k: int, state: State) -> tuple[Tensor, State]:
+        """f_k, which the frozen network alone decides."""
+        x, onward = self.base.advance(k, state)
+        return self.base.heads[k - 1].features(x), onward  # type: ignore[operator]
+
+    def heard(self, k: int, feature: Tensor, before: Tensor | None) -> Tensor:
+        """What the k-th classifier sees: f_k and, behind it, what the one before says."""
+        return feature if before is None else torch.cat([feature, self.passes[k - 2](before)], dim=1)
 
     def step(self, k: int, state: State) -> tuple[Tensor, State]:
         feature, onward = self.advance(k, state)
@@ -76,19 +84,30 @@ class CollaborativeNet(ExitNet):
 
 
 class WithTeacher(nn.Module):
-    """For training: the K collaborating logits and, last, those of the frozen network's own last head."""
+    """For training: the K collaborating logits and, last, those of the frozen network's own last head.
+
+    It is called with `features`, which training does not change: a step takes them once, however often it comes back.
+    """
 
     def __init__(self, net: CollaborativeNet, teacher: nn.Linear) -> None:
         super().__init__()
         self.net = net
         self.teacher = teacher.requires_grad_(False)
 
-    def forward(self, images: Tensor) -> list[Tensor]:
+    @torch.no_grad()
+    def features(self, images: Tensor) -> Tensor:
+        """f_1 ... f_K side by side, one row per image."""
         state: State = (images,)
-        outputs: list[Tensor] = []
+        found: list[Tensor] = []
         for k in range(1, self.net.num_exits + 1):
-            feature, onward = self.net.advance(k, state)
-            outputs.append(self.net.heads[k - 1](feature))
-            state = (*onward, outputs[-1])
-        own = feature[:, : self.teacher.in_features]  # f_K comes before what was passed on
-        return [*outputs, self.teacher(own)]
+            feature, state = self.net.base_feature(k, state)
+            found.append(feature)
+        return torch.cat(found, dim=1)
+
+    def forward(self, features: Tensor) -> list[Tensor]:
+        own = features.split(self.net.widths, dim=1)
+        outputs: list[Tensor] = []
+        for k, feature in enumerate(own, 1):
+            seen = self.net.heard(k, feature, outputs[-1] if outputs else None)
+            outputs.append(self.net.heads[k - 1](seen))
+        return [*outputs, self.teacher(own[-1])]
