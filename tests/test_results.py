@@ -19,9 +19,11 @@ from offramp.recipe import load_recipe
 from offramp.report.figures import marks_of_accuracy
 from offramp.report.gather import Group, paper_top1
 from offramp.results.claim import Difference, all_else, differences, shared_seeds, verdict
-from offramp.results.page import _anytime, apart, command, label, write_page
+from offramp.results.names import apart, command, label
+from offramp.results.page import write_page
 from offramp.results.price import baseline_epochs
 from offramp.results.store import StoredRun, about_weights, read_stored, stored_name, stored_runs
+from offramp.results.tables import anytime
 from saved import write_run
 
 BUDGETS = (2e6, 4e6)
@@ -93,6 +95,7 @@ def test_the_page_is_written_from_what_is_kept(results: Path, tmp_path: Path, mo
     for at, seed in enumerate(shared_seeds(before, after)):
         assert f"| seed {seed} | " + " | ".join(f"{d.points[at]:+.2f}" for d in found) in text
     assert "minus baseline, 2 seeds | " + " | ".join(map(str, found)) in text
+    assert f"msdnet-tiny, calibration=400 minus baseline | 5 | 2 | {found[0]} | {found[2]} |" in text  # at a glance
     assert "Lines: " in text and "Bands: " in text and "Rings: " in text
     assert "Crosses: " not in text  # the paper says nothing about digits
     assert (
@@ -281,7 +284,7 @@ def test_the_papers_numbers_are_not_those_of_another_weighting() -> None:
     fixed = with_settings(recipe.config, ["weighting.name=fixed", "weighting.exits=[1.2, 1.1, 1, 0.9, 0.8]"])
     assert paper_top1(recipe.config) == recipe.paper_top1 and paper_top1(fixed) is None
     runs = [StoredRun(Path(), config, None, [], {}, "") for config in (recipe.config, fixed)]
-    assert [line.split(" | ")[0] for line in _anytime([[run] for run in runs]).splitlines()[2:]] == [
+    assert [line.split(" | ")[0] for line in anytime([[run] for run in runs]).splitlines()[2:]] == [
         "| baseline, msdnet5",
         "| the paper's baseline",
         "| fixed weights, msdnet5, exits=[1.2,1.1,1.0,0.9,0.8]",
