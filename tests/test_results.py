@@ -135,8 +135,8 @@ def test_a_section_can_show_runs_of_another_beside_its_own(results: Path, tmp_pa
         run.rename(results / "2-other" / run.name)
     about = results / "2-other/section.toml"
     about.write_text(ABOUT.replace("Main", "Other") + 'beside = ["1-main/digits-baseline*"]\n')
-    first, second, every = re.split(
-        "^## (?:Other|All runs)", write_page(results, tmp_path / "page.md").read_text(), flags=re.M
+    _, _, first, second, every = re.split(
+        "^## (?:At a glance|Main|Other|All runs)", write_page(results, tmp_path / "page.md").read_text(), flags=re.M
     )
     assert "minus baseline" in second and "minus baseline" not in first
     assert "offramp train digits-baseline" in first and "offramp train digits-baseline" not in second

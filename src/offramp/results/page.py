@@ -46,6 +46,7 @@ def _section(section: Section, out: Path) -> str:
     if section.split == "calibration" or not section.tested:
         parts.append(tuned(section))
     else:
+        parts.append(_picture(section, out))
         parts.append(anytime(section.tested))
         parts.append(budgeted(section.tested, section.budgets))
         parts.append(paired(section))
@@ -53,7 +54,6 @@ def _section(section: Section, out: Path) -> str:
             parts.append(tuned(section))
         parts.append(last_epoch(section.groups))
         parts += [_movement(group, section.name, at, out) for at, group in enumerate(section.own, 1)]
-        parts.append(_picture(section, out))
     parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.own))
     return "\n".join(part for part in parts if part)
 
