@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +15,14 @@ import torch
 
 from conftest import call
 from offramp import evaluate_run, exit_costs, load_dataset, load_model
+from offramp.bundle import Bundle
+from offramp.bundle_eval import BundleScore, evaluate_bundle
+from offramp.calibrate import calibrate_run
 from offramp.config import RunConfig
-from offramp.data import ArrayDataset
+from offramp.data import ArrayDataset, Dataset
 from offramp.evaluate import count_hits
+from offramp.export import export_run
+from offramp.models.store import read_tensors, write_tensors
 from offramp.outputs import EvalSummary, read_summary
 from offramp.train import train_run
 
@@ -92,7 +98,70 @@ def test_logits_that_are_not_finite_are_refused_and_nothing_is_left(run: Path) -
     write_tensors(run / "model.safetensors", tensors)
     with pytest.raises(ValueError, match="not finite on the calibration split"):
         evaluate_run(run, device="cpu")
-    assert not list((run / "eval").rglob("*.*"))
+    assert not (run / "eval").exists() and not (run / "eval.part").exists()
+
+
+def test_an_evaluation_that_fails_leaves_the_one_before_it_whole(tmp_path: Path, small_config: Config) -> None:
+    run = train_run(small_config(), tmp_path / "run", device="cpu")
+    evaluate_run(run, device="cpu")
+    before = {p.relative_to(run): p.read_bytes() for p in (run / "eval").rglob("*") if p.is_file()}
+    tensors = read_tensors(run / "model.safetensors")
+    tensors["heads.1.linear.bias"][0] = float("nan")
+    write_tensors(run / "model.safetensors", tensors)
+    with pytest.raises(ValueError, match="not finite"):
+        evaluate_run(run, device="cpu")
+    assert {p.relative_to(run): p.read_bytes() for p in (run / "eval").rglob("*") if p.is_file()} == before
+
+
+def test_a_run_is_not_tested_on_a_folder_that_changed(tmp_path: Path, image_folder: Callable[..., Path]) -> None:
+    root = image_folder(classes=2, train=20, val=1, nested=False)
+    run = train_run(_on_folder(root), tmp_path / "run", device="cpu")
+    summary = evaluate_run(run, device="cpu")
+    moved = root.rename(tmp_path / "moved")
+    assert evaluate_run(run, data_dir=moved, device="cpu") == summary  # only the folder lies elsewhere
+    (moved / "class0").rename(moved / "class9")
+    with pytest.raises(ValueError, match="was trained on other data"):
+        evaluate_run(run, data_dir=moved, device="cpu")
+    (moved / "class9").rename(moved / "class0")
+    (moved / "class0/train003.png").unlink()
+    with pytest.raises(ValueError, match="other images are held out now"):
+        evaluate_run(run, data_dir=moved, device="cpu")
+    with pytest.raises(ValueError, match="was trained on other data"):
+        train_run(_on_folder(moved), run, device="cpu", resume=True)
+
+
+def test_a_bundle_is_tested_on_the_split_of_its_run(
+    tmp_path: Path, image_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = image_folder(classes=2, train=20, val=1, nested=False)
+    run = train_run(replace(_on_folder(root), seed=3), tmp_path / "run", device="cpu")
+    own = evaluate_run(run, device="cpu")
+    calibrate_run(run)
+    bundle = export_run(export_run(run, tmp_path / "first"), tmp_path / "second")
+    used = []
+
+    def seen(loaded: Bundle, data: Dataset) -> BundleScore:
+        used.append(data.index("test"))
+        return evaluate_bundle(loaded, data)
+
+    monkeypatch.setattr("offramp.bundle_eval.evaluate_bundle", seen)
+    words = ("--data", "imagefolder", "--data-dir", root, "--set", "data.image_size=32", "--set", "data.workers=0")
+    assert call(monkeypatch, "eval", bundle, *words) == 0
+    np.testing.assert_array_equal(used[0], np.load(run / "eval/test/index.npy"))
+    assert own.samples["test"] == len(used[0])
+
+
+def test_images_of_their_own_to_test_on_may_change(tmp_path: Path, image_folder: Callable[..., Path]) -> None:
+    root = image_folder(classes=2, train=12, val=3)
+    run = train_run(_on_folder(root), tmp_path / "run", device="cpu")
+    (root / "val/class0/val001.png").unlink()
+    assert evaluate_run(run, device="cpu").samples["test"] == 5
+
+
+def _on_folder(root: Path) -> RunConfig:
+    net = {"name": "msdnet-tiny", "overrides": {"blocks": [1, 1], "base_width": 4, "growth": 4}}
+    data = {"name": "imagefolder", "dir": str(root), "image_size": 32, "workers": 0}
+    return RunConfig.from_json({"model": net, "data": data, "train": {"epochs": 1, "batch": 8}})
 
 
 def test_an_image_folder_with_unreadable_images_is_evaluated(tmp_path: Path, image_folder: Callable[..., Path]) -> None:

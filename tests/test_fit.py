@@ -32,6 +32,7 @@ def test_from_a_folder_to_a_bundle_and_again(
     out = tmp_path / "fitted"
     assert call(monkeypatch, "fit", images, "--out", out, *words) == 0
     said = capsys.readouterr().out
+    assert "% on the calibration split at " in said  # what the bundle's policy does
     assert "of the compute" in said and str(out / "report.html") in said and (out / "report.html").is_file()
     weights, log = ((out / "run" / name).read_bytes() for name in ("model.safetensors", "metrics.jsonl"))
     logits = (out / "run/eval/test/logits.npy").stat().st_mtime_ns
@@ -61,7 +62,10 @@ def test_nothing_of_anybody_elses_is_removed(
     assert call(monkeypatch, "fit", images, "--out", tmp_path / "new", "--format", "onxn") == 2
     assert "did you mean 'onnx'" in capsys.readouterr().err
     assert call(monkeypatch, "fit", images, "--out", tmp_path / "new", "--budget", "1M") == 2
-    assert "is below exit 1's cost" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "is below exit 1's cost" in said and "msdnet5, which suits these images, takes budgets of 6.8" in said
+    assert call(monkeypatch, "fit", images, "--out", tmp_path / "new", "--set", "data.calibration=0") == 2
+    assert "a policy needs a calibration split" in capsys.readouterr().err
     assert call(monkeypatch, "fit", images, "--out", images / "fitted") == 2
     assert "lies inside" in capsys.readouterr().err and not (tmp_path / "new").exists()
 
@@ -71,5 +75,5 @@ def test_the_network_suits_the_images(tmp_path: Path, image_folder: Callable[...
     assert (small.model.name, small.data.image_size, small.data.name) == ("msdnet5", 32, "imagefolder")
     assert small.weighting.name == "learned" and 2 <= small.train.batch <= 20 and small.train.batch % 2 == 0
     assert configuration("digits-learned") == load_recipe("digits-learned").config
-    with pytest.raises(ValueError, match="recipe 'nothing' is unknown"):
+    with pytest.raises(ValueError, match="nothing is no folder of images here, and no recipe"):
         configuration("nothing")

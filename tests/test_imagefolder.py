@@ -87,12 +87,19 @@ def test_an_unreadable_image_is_named_and_passed_over(image_folder: Writer, capl
     assert sorted(Path(line.split()[-1]).name for line in named) == ["train007.png", "val003.png"]
 
 
+def test_one_unreadable_image_stops_no_small_split(image_folder: Writer) -> None:
+    root = image_folder(classes=2, train=10, val=5)
+    (root / "val/class0/val001.png").write_bytes(b"not an image")
+    data = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0)
+    assert sum(len(part.labels) for part in data.sweep("test", 16, CPU)) == 9
+
+
 def test_too_many_unreadable_images_stop_the_run(image_folder: Writer) -> None:
     root = image_folder(classes=2, train=30, val=30)
     for i in range(3):
         (root / f"val/class0/val{i:03d}.png").write_bytes(b"not an image")
     data = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0)
-    with pytest.raises(ValueError, match=r"of 60 images are unreadable, more than 1%"):
+    with pytest.raises(ValueError, match=r"3 images are unreadable, more than 1% of 120; .*Repair them"):
         list(data.sweep("test", 16, CPU))
 
 

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from offramp.results.claim import Difference, all_else, differences, shared_seed
 from offramp.results.names import apart, command, label
 from offramp.results.page import write_page
 from offramp.results.price import baseline_epochs
-from offramp.results.store import StoredRun, about_weights, read_stored, stored_name, stored_runs
+from offramp.results.store import StoredRun, about_weights, keep_run, read_stored, stored_name, stored_runs
 from offramp.results.tables import anytime
 from saved import write_run
 
@@ -105,6 +106,8 @@ def test_the_page_is_written_from_what_is_kept(results: Path, tmp_path: Path, mo
     assert (tmp_path / "docs/results/1-main.png").stat().st_size > 5000 and "results/1-main.png" in text
     write_page(results, out)
     assert out.read_text() == text  # nothing but what is kept decides
+    monkeypatch.chdir(tmp_path)
+    assert f"`offramp results page {results.name} --out page.md`" in write_page(results, Path("page.md")).read_text()
 
 
 def test_other_weights_are_compared_too_but_the_claim_is_not_about_them(results: Path, tmp_path: Path) -> None:
@@ -295,11 +298,35 @@ def test_a_list_of_weights_can_be_typed_again() -> None:
     settings = ["weighting.name=fixed", "weighting.exits=[1.2, 0.8]"]
     run = StoredRun(Path(), with_settings(load_recipe("digits-baseline").config, settings), None, [], {}, "")
     assert label([run]) == "fixed weights, msdnet-tiny, exits=[1.2,0.8]"
-    assert stored_name(run.config) == "digits-baseline-exits=1.2+0.8-name=fixed-seed=0"
+    assert stored_name(run.config) == "digits-baseline-exits=1.2+0.8-weighting.name=fixed-seed=0"
     typed = shlex.split(command([run]))
     assert "weighting.exits=[1.2,0.8]" in typed and with_settings(RunConfig(), settings) == with_settings(
         RunConfig(), [word for word in typed if word.startswith("weighting.")]
     )
+
+
+def test_runs_with_other_settings_do_not_replace_each_other(tmp_path: Path) -> None:
+    names = set()
+    for recipe in ("digits-baseline", "own"):
+        for setting in ("seed=0", "train.weight_decay=0.5", "weighting.weight_decay=0.5", "train.learning_rate=0.3"):
+            run = tmp_path / "runs" / f"{recipe}-{setting}"
+            write_run(run, "digits-baseline", 0, 0.8)
+            config = with_settings(RunConfig.from_json(json.loads((run / "config.json").read_text())), [setting])
+            (run / "config.json").write_text(json.dumps(replace(config, recipe=recipe).to_json()))
+            names.add(keep_run(run, tmp_path / "results").name)
+    assert len(names) == 8
+    kept = next(run for run in stored_runs(tmp_path / "results") if re.match("own-.*=0.3", run.folder.name))
+    assert "offramp train own.toml " in command([kept]) and "--set train.learning_rate=0.3" in command([kept])
+
+
+def test_a_kept_run_is_not_replaced_by_another(results: Path, tmp_path: Path) -> None:
+    kept = next(results.glob("1-main/digits-learned*seed=0"))
+    table = json.loads((kept / "config.json").read_text())
+    table["train"]["epochs"] += 1
+    (kept / "config.json").write_text(json.dumps(table))
+    write_run(tmp_path / "again", "digits-learned", 0, 0.8)
+    with pytest.raises(ValueError, match="holds a run with other settings"):
+        keep_run(tmp_path / "again", results / "1-main")
 
 
 def test_how_often_things_are_saved_decides_nothing() -> None:

@@ -28,6 +28,9 @@ def test_a_port_that_is_taken_is_a_sentence() -> None:
         port = first.getsockname()[1]
         with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1, port {port}"):
             listen("127.0.0.1", port)
+    for impossible in (-1, 65536):
+        with pytest.raises(ValueError, match="a port is a number from 0 to 65535"):
+            listen("127.0.0.1", impossible)
 
 
 def test_the_schema_is_there_and_nothing_that_loads_from_elsewhere(start: Start) -> None:

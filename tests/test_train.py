@@ -19,8 +19,10 @@ from torch import nn
 
 from conftest import SMALL_RUN, call
 from offramp import ExitNet, load_model, register_model
+from offramp.build import refuse_other_size
 from offramp.checkpoint import load_state
 from offramp.config import RunConfig, with_settings
+from offramp.data import load_dataset
 from offramp.models.store import read_tensors
 from offramp.rates import cosine
 from offramp.recipe import load_recipe
@@ -55,6 +57,7 @@ def test_a_run_folder_holds_what_it_should(tmp_path: Path, small_config: Config)
     names = {p.name for p in run.iterdir()}
     assert names == {
         "config.json",
+        "data.json",
         "environment.json",
         "metrics.jsonl",
         "model.safetensors",
@@ -214,6 +217,12 @@ def test_params_that_are_not_finite_are_never_saved(
     assert all(t.isfinite().all() for t in state.parts["model"].values())
 
 
+def test_a_network_of_ones_own_says_how_its_size_is_set() -> None:
+    own = ExitNet.from_parts([nn.Flatten(), nn.Identity()], [nn.Linear(12288, 10)] * 2, input_shape=(3, 64, 64))
+    with pytest.raises(ValueError, match=r"build it with input_shape=\(3, 32, 32\)"):
+        refuse_other_size(own, load_dataset("digits", train=100, test=100))
+
+
 def test_a_folder_in_use_is_not_overwritten(tmp_path: Path, small_config: Config) -> None:
     run = train_run(small_config("train.epochs=1"), tmp_path / "run", device="cpu")
     before = (run / "model.safetensors").read_bytes()
@@ -227,6 +236,19 @@ def test_a_folder_in_use_is_not_overwritten(tmp_path: Path, small_config: Config
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ValueError, match="not empty and not a run"):
         train_run(small_config(), tmp_path / "mine", device="cpu")
+
+
+@pytest.mark.parametrize("imta", [False, True])
+@pytest.mark.parametrize(
+    ("setting", "words"), [("train.batch=100000", "is larger than"), ("train.learning_rate=1e30", "not finite")]
+)
+def test_what_fails_before_anything_is_saved_leaves_no_folder(
+    tmp_path: Path, small_config: Config, setting: str, words: str, imta: bool
+) -> None:
+    parts = ("imta.equilibrium=true", "imta.collaboration=true") if imta else ()
+    with pytest.raises(ValueError, match=words):
+        train_run(small_config(setting, "train.save_seconds=1000", *parts), tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_killed_while_it_began_can_begin_again(tmp_path: Path, small_config: Config) -> None:

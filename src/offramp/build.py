@@ -18,6 +18,7 @@ from offramp.meta import ENGINES, Criterion
 from offramp.models import store
 from offramp.models.collaboration import CollaborativeNet, WithTeacher, classifier
 from offramp.models.exits import ExitNet, ModelSpec
+from offramp.models.registry import override_names
 from offramp.objectives.weighting import (
     FixedWeighting,
     FrozenWeighting,
@@ -46,10 +47,11 @@ def fit_to_data(config: RunConfig, data: Dataset) -> RunConfig:
 
 def refuse_other_size(model: ExitNet, data: Dataset) -> None:
     if model.input_shape[-1] != data.image_size:
-        raise ValueError(
-            f"the model takes images of {model.input_shape[-1]} pixels, {data.name} gives {data.image_size}; "
-            f"set model.overrides.image_size={data.image_size}"
-        )
+        known = () if model.spec is None else override_names(model.spec.name) or ()
+        size = data.image_size
+        set_it, build_it = f"set model.overrides.image_size={size}", f"build it with input_shape=(3, {size}, {size})"
+        how = set_it if "image_size" in known else build_it
+        raise ValueError(f"the model takes images of {model.input_shape[-1]} pixels, {data.name} gives {size}; {how}")
 
 
 def new_model(config: RunConfig) -> ExitNet:

@@ -45,6 +45,7 @@ class ModelCard:
     classes: tuple[str, ...]
     costs: tuple[int, ...]
     preprocessing: Preprocessing
+    seed: int = 0  # of the run: it decides what a folder of images holds out
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": SCHEMA, **asdict(self)}
@@ -60,6 +61,7 @@ class ModelCard:
             tuple(map(str, value["classes"])),
             tuple(map(int, value["costs"])),
             Preprocessing.from_json(value["preprocessing"]),
+            int(value.get("seed", 0)),
         )
         size = made.preprocessing.size
         if made.input_shape != (3, size, size) or made.preprocessing.resize > 4 * size:

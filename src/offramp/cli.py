@@ -179,8 +179,9 @@ def _evaluate_bundle(bundle: str, data: str | None, data_dir: Path | None, setti
     if data is None:
         raise ValueError(f"{bundle} is a bundle; say which data set to try it on: --data cifar100, for example")
     own = data_config(data, settings)
-    images = load_dataset(own.name, data_dir=data_dir or own.dir, **own.options())
-    print_table(*bundle_table(bundle, evaluate_bundle(load_bundle(bundle, device=device, own_process=True), images)))
+    loaded = load_bundle(bundle, device=device, own_process=True)
+    images = load_dataset(own.name, data_dir=data_dir or own.dir, seed=loaded.card.seed, **own.options())
+    print_table(*bundle_table(bundle, evaluate_bundle(loaded, images)))
 
 
 @app.command()
@@ -289,6 +290,10 @@ def main() -> None:
             raise
         message = f"{str(error).splitlines()[0]} Use a smaller batch."
     except KeyboardInterrupt:
+        code, message = 130, "interrupted"
+    except SystemExit as error:  # typer's answer to Ctrl-C says nothing
+        if error.code != 130:
+            raise
         code, message = 130, "interrupted"
     except Stopped as error:
         code, message = 128 + error.signum, str(error)

@@ -84,16 +84,19 @@ def fit_command(
 ) -> None:
     """Train, evaluate, calibrate, export and report in one go; called again, it goes on where it was.
 
-    For example: offramp fit photos --budget 15M --out fitted
+    For example: offramp fit photos --out fitted
     """
     from offramp.calibrate import PolicyRequest
     from offramp.console import parse_count
     from offramp.fit import fit
+    from offramp.tables import policy_table
 
     wanted = None if budget is None else parse_count(budget, "--budget")
     request = PolicyRequest(budget_mul_adds=wanted, max_drop_points=max_drop_points)
     found = fit(source, out, request, format=format, settings=tuple(settings or ()), device=device)
-    say(f"{found.report.answer}\nrun: {found.run}\nbundle: {found.bundle}\nreport: {found.report.page}")
+    print_table(*policy_table(found.policies))
+    say(f"On the test split: {found.report.answer}")
+    say(f"run: {found.run}\nbundle: {found.bundle}\nreport: {found.report.page}")
     say(f"next: offramp predict {found.bundle} IMAGES")
 
 

@@ -25,7 +25,7 @@ from offramp.models.cost import ExitCost, exit_costs, lazy_costs
 from offramp.models.exits import ExitNet
 from offramp.models.store import load_model
 from offramp.outputs import EVAL, SUMMARY, EvalSummary, ExitScore
-from offramp.runs import read_config
+from offramp.runs import read_config, refuse_other_data
 from offramp.seeds import mix
 
 THUMBS_PER_EXIT = 64
@@ -42,11 +42,24 @@ def evaluate_run(run: str | Path, *, data_dir: str | Path | None = None, device:
         raise ValueError(
             f"{run} was trained on {config.model.num_classes} classes, but this {data.name} has {data.num_classes}"
         )
+    refuse_other_data(run, data)
+    new = run / f"{EVAL}.part"  # an evaluation that fails leaves the one before it whole
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        summary = _evaluate(config, model, data, new, place)
+        shutil.rmtree(run / EVAL, ignore_errors=True)
+        new.rename(run / EVAL)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return summary
+
+
+def _evaluate(config: RunConfig, model: ExitNet, data: Dataset, folder: Path, place: torch.device) -> EvalSummary:
     costs = exit_costs(model)
     samples, exits = {}, {}
     for split in ("calibration", "test"):
         if data.size(split):
-            samples[split], hits = save_logits(model, data, split, run / EVAL / split, place)
+            samples[split], hits = save_logits(model, data, split, folder / split, place)
             exits[split] = tuple(_score(cost, hits, samples[split]) for cost in costs)
     summary = EvalSummary(
         config.model.name,
@@ -56,7 +69,7 @@ def evaluate_run(run: str | Path, *, data_dir: str | Path | None = None, device:
         tuple(cost.mul_adds for cost in lazy_costs(model)),
         data.preprocessing,
     )
-    write_json(run / EVAL / SUMMARY, summary.to_json())
+    write_json(folder / SUMMARY, summary.to_json())
     return summary
 
 

@@ -43,6 +43,7 @@ from offramp.models.store import load_model, write_tensors
 from offramp.outputs import read_outputs, read_summary
 from offramp.policy import Policies, read_policies, write_policies
 from offramp.pretrained import MANIFEST, bundle_folder, is_bundle
+from offramp.runs import read_config
 
 GOLDEN_IMAGES = 8
 
@@ -73,7 +74,8 @@ def export_run(
     model = load_model(run).set_schedule(policies.schedule)
     thumbs = read_outputs(run, "test").thumbs if images else None
     golden = drawn_images(model.input_shape) if thumbs is None else _cut(thumbs, summary.preprocessing)
-    return export_model(model, policies, summary.classes, summary.preprocessing, golden, out, format, half)
+    seed = read_config(run).seed
+    return export_model(model, policies, summary.classes, summary.preprocessing, golden, out, format, half, seed)
 
 
 def _export_bundle(folder: Path, out: Path, policy: str | Path | None, format: str, half: bool) -> Path:
@@ -84,7 +86,8 @@ def _export_bundle(folder: Path, out: Path, policy: str | Path | None, format: s
     if policy is not None:
         policies = read_policies(Path(policy))
     model = bundled_model(folder, card).set_schedule(policies.schedule)
-    return export_model(model, policies, card.classes, card.preprocessing, read_golden(folder)[0], out, format, half)
+    golden = read_golden(folder)[0]
+    return export_model(model, policies, card.classes, card.preprocessing, golden, out, format, half, card.seed)
 
 
 def export_model(
@@ -96,6 +99,7 @@ def export_model(
     out: Path,
     format: str = "torch",
     half: bool = False,
+    seed: int = 0,
 ) -> Path:
     """Write a bundle of any network that can be rebuilt; `images` (uint8 [n, 3, h, w]) become its golden inputs.
 
@@ -111,7 +115,7 @@ def export_model(
     costs = tuple(cost.mul_adds for cost in exit_costs(model))
     if costs != policies.costs:
         raise ValueError("the policy is for another network: its costs are not this network's")
-    card = ModelCard(model.spec.to_json(), policies.schedule, model.input_shape, classes, costs, preprocessing)
+    card = ModelCard(model.spec.to_json(), policies.schedule, model.input_shape, classes, costs, preprocessing, seed)
     if half:
         model = rounded(model)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from offramp.bundle import FORMATS
 from offramp.calibrate import PolicyRequest, calibrate_run
 from offramp.choices import unknown
 from offramp.config import RunConfig, with_settings
+from offramp.console import millions
 from offramp.data import load_dataset
 from offramp.data.imagefolder import load_imagefolder
 from offramp.evaluate import evaluate_run
@@ -24,9 +26,9 @@ from offramp.export import export_run
 from offramp.images import UnreadableImage, read_image
 from offramp.models.cost import exit_costs
 from offramp.outputs import EVAL, SUMMARY
-from offramp.policy import check_budget
+from offramp.policy import Policies, check_budget
 from offramp.pretrained import is_bundle
-from offramp.recipe import load_recipe
+from offramp.recipe import list_recipes, load_recipe
 from offramp.report.write import Report, write_report
 from offramp.train import train_run
 
@@ -36,10 +38,11 @@ LOOKED_AT = 25  # images, to tell how large they are
 
 @dataclass(frozen=True)
 class Fitted:
-    """Where everything went, and the one sentence."""
+    """Where everything went, the bundle's policies, and the report with its sentence."""
 
     run: Path
     bundle: Path
+    policies: Policies
     report: Report
 
 
@@ -57,14 +60,16 @@ def fit(
     run, bundle = out / "run", out / "bundle"
     _refuse_mistakes(source, out, bundle, format)
     config = with_settings(configuration(source), settings)
+    if config.data.calibration == 0:
+        raise ValueError("a policy needs a calibration split; leave data.calibration alone, or ask for some images")
     if request is not None and request.budget_mul_adds is not None:
-        check_budget(request.budget_mul_adds, costs_of(config))
+        _check_budget(request.budget_mul_adds, config)
     train_run(config, run, device=device, resume=True)
     if not (run / EVAL / SUMMARY).is_file():
         evaluate_run(run, device=device)
-    calibrate_run(run, request)
+    policies = calibrate_run(run, request)
     _replace(bundle, export_run(run, fresh_folder(out / "bundle.new"), format=format))
-    return Fitted(run, bundle, write_report([run], out / "report.html"))
+    return Fitted(run, bundle, policies, write_report([run], out / "report.html"))
 
 
 def _refuse_mistakes(source: str, out: Path, bundle: Path, format: str) -> None:
@@ -75,6 +80,16 @@ def _refuse_mistakes(source: str, out: Path, bundle: Path, format: str) -> None:
         raise ValueError(f"{bundle} is there and is not a bundle; choose another --out")
     if Path(source).is_dir() and out.resolve().is_relative_to(Path(source).resolve()):
         raise ValueError(f"{out} lies inside {source}; choose an --out outside the images")
+
+
+def _check_budget(budget: float, config: RunConfig) -> None:
+    """Whoever gives a folder has not chosen the network, so a budget that does not fit it says which it is."""
+    costs = costs_of(config)
+    try:
+        check_budget(budget, costs)
+    except ValueError as error:
+        reach = f"{millions(costs[0])} to {millions(costs[-1])}"
+        raise ValueError(f"{error}; {config.model.name}, which suits these images, takes budgets of {reach}") from error
 
 
 def costs_of(config: RunConfig) -> list[int]:
@@ -99,6 +114,10 @@ def configuration(source: str) -> RunConfig:
     """A recipe's configuration, or one that suits an image folder."""
     folder = Path(source)
     if not folder.is_dir():
+        if source not in list_recipes() and not source.endswith(".toml"):
+            near = get_close_matches(source, list_recipes(), n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"{source} is no folder of images here, and no recipe (offramp recipes lists them){hint}")
         return load_recipe(source).config
     data = load_imagefolder(folder)
     side = typical_side([path for path in data.splits["train"].paths])

@@ -31,7 +31,7 @@ from offramp.models.exits import ExitNet
 from offramp.models.layers import use_kernels
 from offramp.objectives.weighting import LearnedWeighting, Weighting
 from offramp.rates import cosine, set_rate
-from offramp.runs import MetricsLog, begin_run
+from offramp.runs import MetricsLog, begin_run, forget_unsaved
 from offramp.seeds import mix
 from offramp.step import HalfResult, Method, iterate
 from offramp.stopping import Stopped
@@ -58,7 +58,7 @@ class Setup:
         refused: ValueError | None = None
         if self.writes:
             try:
-                begin_run(out, config, self.device, resume)
+                begin_run(out, config, self.data, self.device, resume)
             except ValueError as error:
                 refused = error
         if self.world.any([refused is not None])[0]:
@@ -97,8 +97,17 @@ class Phase:
 
 
 def fit(phase: Phase, setup: Setup) -> Iterator[Event]:
-    """Train, one step per event."""
+    """Train, one step per event; what fails before anything is saved leaves no folder behind."""
     setup.begin(phase.out, phase.config, phase.resume)
+    try:
+        yield from _fit(phase, setup)
+    except ValueError:
+        if setup.writes:
+            forget_unsaved(phase.out)
+        raise
+
+
+def _fit(phase: Phase, setup: Setup) -> Iterator[Event]:
     loop = Loop(phase, setup)
     yield Event(total=loop.total, done=loop.step)
     with MetricsLog(phase.out, loop.step) if setup.writes else nullcontext() as metrics:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -21,23 +22,48 @@ from offramp.files import read_json, write_bytes, write_json
 if TYPE_CHECKING:
     import torch
 
+    from offramp.data import Dataset
+
 CONFIG = "config.json"
+ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
+DATA = "data.json"
 PHASE1 = "phase1"  # the first of two phases is a run of its own, in the folder of the whole
 
 
-def begin_run(folder: Path, config: RunConfig, device: torch.device, resume: bool) -> None:
+def begin_run(folder: Path, config: RunConfig, data: Dataset, device: torch.device, resume: bool) -> None:
     """Make the folder, or check that it holds the same run if it is to go on."""
     known = folder / CONFIG
     if known.exists():
         if not resume:
             raise ValueError(f"{folder} holds a run already; add --resume to go on with it or choose another --out")
+        refuse_other_data(folder, data)  # first: settings may follow from the data
         _refuse_difference(read_config(folder).to_json(), read_back(config).to_json(), folder)
         return
     if folder.exists() and any(not p.name.endswith(".part") for p in folder.iterdir()):
         raise ValueError(f"{folder} is not empty and not a run; choose another --out")
     write_json(known, config.to_json())
-    write_json(folder / "environment.json", environment(device))
+    write_json(folder / DATA, {"schema": 1, "classes": list(data.class_names), "identity": data.identity})
+    write_json(folder / ENVIRONMENT, environment(device))
+
+
+def refuse_other_data(folder: Path, data: Dataset) -> None:
+    """Raise if a run began with other data: what it was trained on could now be among what it is tested on."""
+    known = read_json(folder / DATA) if (folder / DATA).is_file() else None  # runs of older versions do not tell
+    if known is not None and known.get("identity") != data.identity:
+        raise ValueError(
+            f"{folder} was trained on other data: in {data.name} classes or files were added, removed or renamed "
+            "since, so other images are held out now. Put them back as they were, or train a new run"
+        )
+
+
+def forget_unsaved(folder: Path) -> None:
+    """Remove the folder of a run that failed before there was anything to go on from or to look at."""
+    made = (CONFIG, DATA, ENVIRONMENT, METRICS, "tensorboard")
+    if folder.is_dir() and not read_metrics(folder) and {path.name for path in folder.iterdir()} <= set(made):
+        shutil.rmtree(folder)
+        if folder.name == PHASE1:
+            forget_unsaved(folder.parent)
 
 
 def read_config(folder: str | Path) -> RunConfig:

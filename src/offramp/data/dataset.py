@@ -7,8 +7,9 @@ batches from any step on; `sweep` goes once over a split in order. Both give nor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import count
 
 import numpy as np
@@ -43,6 +44,11 @@ class Dataset(ABC):
     @property
     def num_classes(self) -> int:
         return len(self.class_names)
+
+    @property
+    def identity(self) -> str:
+        """A digest of what decides classes and splits: a run goes with the data it began with, and no others."""
+        return digest([self.name, *self.class_names, *(str(self.size(split)) for split in SPLITS)])
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -87,6 +93,11 @@ class Dataset(ABC):
                 f"which has {self.size('train')} images"
             )
         return steps
+
+
+def digest(words: Iterable[str]) -> str:
+    """A short name for a list of words, the same on every machine."""
+    return sha256("\0".join(words).encode()).hexdigest()[:16]
 
 
 class Shuffle:

@@ -3,12 +3,13 @@
 Without `val/` every class gives a fifth of its images (at least one, drawn by the seed) as test split; without
 `train/` the class folders lie in DIR itself. Workers give uint8 images; normalisation happens on the device.
 Each sample's augmentation follows from the seed and its place in the stream, whatever the number of workers.
-An unreadable image is named, counted and passed over; more than one in a hundred stops the run.
+An unreadable image is named, counted and passed over; more than one, and one in a hundred, stops the run.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from offramp.data.augment import normalise
-from offramp.data.dataset import Batch, Dataset, Shuffle
+from offramp.data.dataset import Batch, Dataset, Shuffle, digest
 from offramp.data.splits import hold_out, hold_out_share
 from offramp.images import SUFFIXES, Preprocessing, UnreadableImage, read_image
 from offramp.seeds import mix
@@ -36,6 +37,7 @@ TEST_SHARE = 0.2
 CALIBRATION_SHARE = 0.1
 ALLOWED_UNREADABLE = 0.01
 THUMB = 64
+MOST_WORKERS = 4  # unless more are asked for
 
 
 @dataclass(frozen=True)
@@ -55,11 +57,11 @@ def load_imagefolder(
     seed: int = 0,
     image_size: int = 224,
     calibration: int | None = None,
-    workers: int = 4,
+    workers: int | None = None,
 ) -> ImageFolderDataset:
     """Read the folder's file names; images are opened as they are needed.
 
-    `calibration` None holds out a tenth of every class.
+    `calibration` None holds out a tenth of every class, `workers` None takes as many as there are cores, four at most.
     """
     if data_dir is None or not Path(data_dir).is_dir():
         raise ValueError(f"imagefolder needs a data directory with a folder per class, got {data_dir}")
@@ -69,6 +71,7 @@ def load_imagefolder(
     train_root = root / "train" if (root / "train").is_dir() else root
     names = _class_names(train_root)
     train = _list_files(train_root, names)
+    listed = digest(path.relative_to(train_root).as_posix() for path in train.paths)
     if (root / "val").is_dir():
         test = _list_files(root / "val", names)
     else:
@@ -79,7 +82,12 @@ def load_imagefolder(
     else:
         kept, held = hold_out(train.labels, calibration, seed, "calibration")
     splits = {"train": train.take(kept), "calibration": train.take(held), "test": test}
-    return ImageFolderDataset(names, splits, image_size, workers)
+    return ImageFolderDataset(names, splits, image_size, usable_workers(workers), listed)
+
+
+def usable_workers(asked: int | None) -> int:
+    """As many as asked for; else one for every core, four at most."""
+    return min(MOST_WORKERS, os.cpu_count() or 1) if asked is None else asked
 
 
 def _class_names(root: Path) -> tuple[str, ...]:
@@ -165,8 +173,8 @@ def _leave_signals_to_parent(worker: int) -> None:
 class Unreadable:
     """Counts unreadable images by name and stops the run when there are too many."""
 
-    def __init__(self, split: FileSplit) -> None:
-        self.split = split
+    def __init__(self, split: FileSplit, images: int) -> None:
+        self.split, self.images = split, images  # all of the folder, whichever split they are in
         self.rows: set[int] = set()
 
     def note(self, rows: Tensor) -> None:
@@ -174,10 +182,10 @@ class Unreadable:
             if row not in self.rows:
                 self.rows.add(row)
                 log.warning("unreadable image passed over (%d so far): %s", len(self.rows), self.split.paths[row])
-        if len(self.rows) > ALLOWED_UNREADABLE * len(self.split.paths):
+        if len(self.rows) > max(1, ALLOWED_UNREADABLE * self.images):
             raise ValueError(
-                f"{len(self.rows)} of {len(self.split.paths)} images are unreadable, more than "
-                f"{ALLOWED_UNREADABLE:.0%}; the last one is {self.split.paths[max(self.rows)]}"
+                f"{len(self.rows)} images are unreadable, more than {ALLOWED_UNREADABLE:.0%} of {self.images:,}; the "
+                f"last one is {self.split.paths[max(self.rows)]}. Repair them, or remove them before training"
             )
 
 
@@ -185,10 +193,15 @@ class ImageFolderDataset(Dataset):
     """An image folder in three splits."""
 
     def __init__(
-        self, class_names: tuple[str, ...], splits: dict[str, FileSplit], image_size: int, workers: int
+        self, class_names: tuple[str, ...], splits: dict[str, FileSplit], image_size: int, workers: int, listed: str
     ) -> None:
-        self.name, self.class_names, self.splits = "imagefolder", class_names, splits
+        self.name, self.class_names, self.splits, self.listed = "imagefolder", class_names, splits, listed
         self.image_size, self.workers, self.mean, self.std = image_size, workers, MEAN, STD
+
+    @property
+    def identity(self) -> str:
+        """Of the training folder's files too: with one more or one less, others are held out."""
+        return digest([*self.class_names, self.listed])
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -244,7 +257,7 @@ class ImageFolderDataset(Dataset):
             worker_init_fn=_leave_signals_to_parent,
             generator=torch.Generator(),  # else it draws from the global one
         )
-        unreadable = Unreadable(part)
+        unreadable = Unreadable(part, sum(map(self.size, self.splits)))
         labels = torch.from_numpy(part.labels)
         for images, rows, bad in loader:
             unreadable.note(bad)

@@ -53,7 +53,7 @@ def model_entry(name: str) -> ModelEntry:
     if name not in _entries and name in pretrained_names():
         raise ValueError(f"{name} comes trained; in Python: create_model({name!r}, pretrained=True)")
     if name not in _entries:
-        raise ValueError(unknown("model", name, list_models()))
+        raise ValueError(f"{unknown('model', name, list_models())}. One of your own: offramp --import MODULE ...")
     return _entries[name]
 
 

@@ -10,7 +10,7 @@ from offramp.config import RunConfig, WeightingConfig
 from offramp.recipe import list_recipes
 from offramp.report.gather import method_label
 from offramp.results.section import Groups
-from offramp.results.store import StoredRun, stored_name
+from offramp.results.store import StoredRun, short, stored_name
 
 
 def label(group: Sequence[StoredRun]) -> str:
@@ -19,9 +19,7 @@ def label(group: Sequence[StoredRun]) -> str:
     changes = {key: value for key, value in first.changes.items() if not key.startswith("weighting.")}
     usual = vars(WeightingConfig(first.config.weighting.name))
     changes |= {key: value for key, value in vars(first.config.weighting).items() if value != usual[key]}
-    changed = [
-        f"{key.rsplit('.', 1)[-1]}={_word(value)}" for key, value in sorted(changes.items()) if key != "train.epochs"
-    ]
+    changed = [f"{short(key)}={_word(value)}" for key, value in sorted(changes.items()) if key != "train.epochs"]
     name = f"{method_label(first.config)}, {first.config.model.name}"
     return ", ".join([name, *changed])
 

@@ -26,15 +26,15 @@ def write_page(results: Path, out: Path) -> Path:
     if not folders:
         raise ValueError(f"{results} holds no sections")
     sections = [read_section(folder) for folder in folders]
+    command_line = f"offramp results page {results.name} --out {Path(out.parent.name) / out.name}"
     intro = (
-        f"# Results\n\nWritten by `offramp results page {results.name} --out {out.parent.name}/{out.name}` from what "
-        f"is kept of each run in `{results.name}/`: settings, log, evaluation summary and budgeted curves. Accuracies "
-        "are top-1 in %; settings of the weighting are named where they are not the paper's for CIFAR; ± is one "
-        "standard deviation over seeds, in differences one standard error. Thresholds of budgeted numbers come from "
-        "the calibration split by the paper's rule; where a curve of such policies ends below a budget, its end "
-        "counts. Runs share a GPU, so what training costs is not read off their clocks: *baseline epochs* follow from "
-        "how many steps train the weight net, and from the measured ratio of such a step to a conventional one; what a "
-        "hundred of them bring is the gain over all that were spent.\n"
+        f"# Results\n\nWritten by `{command_line}` from what is kept of each run in `{results.name}/`: settings, log, "
+        "evaluation summary and budgeted curves. Accuracies are top-1 in %; settings of the weighting are named where "
+        "they are not the paper's for CIFAR; ± is one standard deviation over seeds, in differences one standard "
+        "error. Thresholds of budgeted numbers come from the calibration split by the paper's rule; where a curve of "
+        "such policies ends below a budget, its end counts. Runs share a GPU, so what training costs is not read off "
+        "their clocks: *baseline epochs* follow from how many steps train the weight net, and from the measured ratio "
+        "of such a step to a conventional one; what a hundred of them bring is the gain over all that were spent.\n"
     )
     parts = [intro, at_a_glance(sections), *(_section(section, out) for section in sections), _all_runs(sections)]
     write_bytes(out, "\n".join(part for part in parts if part).encode())

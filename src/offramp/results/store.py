@@ -20,11 +20,10 @@ from offramp.outputs import EVAL, SUMMARY, EvalSummary, ExitScore, read_summary
 from offramp.recipe import list_recipes, load_recipe
 from offramp.report.gather import RunData, last_samples, read_run
 from offramp.report.history import History, weight_history
-from offramp.runs import CONFIG, METRICS, read_config, read_metrics
+from offramp.runs import CONFIG, ENVIRONMENT, METRICS, read_config, read_metrics
 
 CURVES = "curves.json"
 WEIGHTS = "weights.json"
-ENVIRONMENT = "environment.json"
 FACTS = ("python", "packages", "device")  # not where things lay on the machine
 OF_WEIGHTS = ("mean", "spread", "counted")
 WeightsKept = dict[str, tuple[float, ...]]  # some of OF_WEIGHTS, each for every exit
@@ -70,11 +69,14 @@ class StoredRun:
 
     @cached_property
     def changes(self) -> dict[str, Any]:
-        """Settings in which the run differs from its recipe; only those that decide anything."""
-        if self.config.recipe not in list_recipes():
-            return {}
-        own, recipe = (_flat(decisive(c).to_json()) for c in (self.config, load_recipe(self.config.recipe).config))
-        aside = ("model.num_classes", "recipe")
+        """Settings in which the run differs from its recipe; only those that decide anything.
+
+        A recipe that did not come with the package is not known here: then they are told from none at all.
+        """
+        known = self.config.recipe in list_recipes()
+        before = load_recipe(self.config.recipe).config if known and self.config.recipe else RunConfig()
+        own, recipe = (_flat(decisive(c).to_json()) for c in (self.config, before))
+        aside = {"model.num_classes", "recipe"} | (set() if known else {"model.name", "data.name"})
         return {key: value for key, value in own.items() if recipe.get(key) != value and key not in aside}
 
 
@@ -99,6 +101,8 @@ def keep_run(run: Path, into: Path, *, log_only: bool = False) -> Path:
         raise ValueError(f"{run} has not finished training; go on with --resume")
     config = replace(config, data=replace(config.data, dir=None))
     target = into / stored_name(config)
+    if (target / CONFIG).is_file() and decisive(read_config(target)) != decisive(config):
+        raise ValueError(f"{target} holds a run with other settings; keep this one in another folder")
     if log_only and (target / EVAL).exists():
         raise ValueError(f"{target} holds an evaluation, which does not go with another log; remove it first")
     for name in (ENVIRONMENT, WEIGHTS):  # not every run has them; those of an earlier one must not stay
@@ -145,8 +149,15 @@ def about_weights(samples: Mapping[str, np.ndarray]) -> dict[str, list[float]]:
 def stored_name(config: RunConfig) -> str:
     """The recipe, what was changed in it, and the seed."""
     run = StoredRun(Path(), config, None, [], {}, "")
-    changed = [f"{key.rsplit('.', 1)[-1]}={_plain(value)}" for key, value in sorted(run.changes.items())]
+    changed = [f"{short(key)}={_plain(value)}" for key, value in sorted(run.changes.items())]
     return "-".join([config.recipe or config.model.name, *changed, f"seed={config.seed}"])
+
+
+def short(key: str) -> str:
+    """The last word of a setting, where no other setting ends in it."""
+    last = key.rsplit(".", 1)[-1]
+    alike = [other for other in _flat(RunConfig().to_json()) if other.rsplit(".", 1)[-1] == last]
+    return last if len(alike) < 2 else key
 
 
 def _plain(value: Any) -> str:

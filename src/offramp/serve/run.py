@@ -53,6 +53,8 @@ def run_app(app: FastAPI, host: str = "127.0.0.1", port: int = 8000) -> None:
 
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket; a port that is taken is an OSError."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"a port is a number from 0 to 65535, got {port}")
     # with the protocol named: without it asyncio does not switch off Nagle's algorithm, and answers take 40 ms more
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
