@@ -63,7 +63,7 @@ def test_nothing_of_anybody_elses_is_removed(
     assert "did you mean 'onnx'" in capsys.readouterr().err
     assert call(monkeypatch, "fit", images, "--out", tmp_path / "new", "--budget", "1M") == 2
     said = capsys.readouterr().err
-    assert "is below exit 1's cost" in said and "msdnet5, which suits these images, takes budgets of 6.8" in said
+    assert "is below exit 1's cost" in said and "the network is msdnet5, which takes 6.8" in said
     assert call(monkeypatch, "fit", images, "--out", tmp_path / "new", "--set", "data.calibration=0") == 2
     assert "a policy needs a calibration split" in capsys.readouterr().err
     assert call(monkeypatch, "fit", images, "--out", images / "fitted") == 2

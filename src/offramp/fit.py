@@ -83,13 +83,13 @@ def _refuse_mistakes(source: str, out: Path, bundle: Path, format: str) -> None:
 
 
 def _check_budget(budget: float, config: RunConfig) -> None:
-    """Whoever gives a folder has not chosen the network, so a budget that does not fit it says which it is."""
+    """Whoever gives a folder has not chosen the network: a budget that does not fit is told which it is."""
     costs = costs_of(config)
     try:
         check_budget(budget, costs)
     except ValueError as error:
         reach = f"{millions(costs[0])} to {millions(costs[-1])}"
-        raise ValueError(f"{error}; {config.model.name}, which suits these images, takes budgets of {reach}") from error
+        raise ValueError(f"{error}; the network is {config.model.name}, which takes {reach}") from error
 
 
 def costs_of(config: RunConfig) -> list[int]:

@@ -97,7 +97,7 @@ class Dataset(ABC):
 
 def digest(words: Iterable[str]) -> str:
     """A short name for a list of words, the same on every machine."""
-    return sha256("\0".join(words).encode()).hexdigest()[:16]
+    return sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 class Shuffle:
