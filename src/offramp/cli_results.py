@@ -33,7 +33,12 @@ def page_command(
     folder: Annotated[Path, typer.Argument(help="The folder of sections, each with its section.toml.")],
     out: Annotated[Path, typer.Option(help="The Markdown page; its pictures go to a folder beside it.")],
 ) -> None:
-    """Write the page from what is kept: tables, differences, pictures, and the commands to repeat each run."""
+    """Write the page from what is kept: tables, differences, pictures, and the commands to repeat each run.
+
+    A section.toml has a title and a text; it may have budgets in millions of mul-adds, split = "calibration" for
+    what was tuned, beside = ["1-main/*-seed=0"] to show runs of other sections too, and a table ratios for what
+    training costs.
+    """
     from offramp.results.page import write_page
 
     say(f"written: {write_page(folder, out)}")

@@ -56,7 +56,7 @@ class Section:
 def read_section(folder: Path) -> Section:
     path = folder / SECTION
     if not path.is_file():
-        raise ValueError(f"{folder} has no {SECTION}, which says what its results are about")
+        raise ValueError(f'{folder} has no {SECTION}, which says what it is about: title = "..." and text = "..."')
     try:
         about = tomllib.loads(path.read_text(encoding="utf-8"))
         title, text = str(about["title"]), str(about["text"]).strip()
