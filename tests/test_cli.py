@@ -162,6 +162,22 @@ def test_train_then_eval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert code == 2 and "add --resume" in err
 
 
+def test_ctrl_c_is_answered_with_a_word(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def interrupted(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("offramp.evaluate.evaluate_run", interrupted)
+    code, _, err = offramp(capsys, "eval", str(tmp_path))
+    assert (code, err.strip()) == (130, "offramp: interrupted")
+
+
+def test_a_network_of_ones_own_is_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = offramp(capsys, "info", "my-net")
+    assert code == 2 and "model 'my-net' is unknown" in err and "offramp --import MODULE" in err
+
+
 def without(*modules: str) -> str:
     return f"import sys; sys.modules.update(dict.fromkeys({modules!r})); sys.argv[0] = 'offramp'; "
 

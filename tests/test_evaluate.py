@@ -151,6 +151,16 @@ def test_a_bundle_is_tested_on_the_split_of_its_run(
     assert own.samples["test"] == len(used[0])
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", "{"])
+def test_what_a_run_knows_of_its_data_may_be_damaged(tmp_path: Path, small_config: Config, text: str) -> None:
+    run = train_run(small_config("train.epochs=1"), tmp_path / "run", device="cpu")
+    (run / "data.json").write_text(text)
+    with pytest.raises(ValueError, match=r"data\.json"):
+        evaluate_run(run, device="cpu")
+    (run / "data.json").unlink()  # as a run of an older version has it
+    assert evaluate_run(run, device="cpu").samples["test"]
+
+
 def test_images_of_their_own_to_test_on_may_change(tmp_path: Path, image_folder: Callable[..., Path]) -> None:
     root = image_folder(classes=2, train=12, val=3)
     run = train_run(_on_folder(root), tmp_path / "run", device="cpu")

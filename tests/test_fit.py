@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,6 +47,12 @@ def test_from_a_folder_to_a_bundle_and_again(
     assert (out / "run/eval/test/logits.npy").stat().st_mtime_ns == logits
     assert load_bundle(out / "bundle").policies.policy.mul_adds <= budget
     assert call(monkeypatch, "predict", out / "bundle", images / "val") == 0
+    capsys.readouterr()
+    for name in ("x", "y"):  # the batch would follow from how many there are
+        for label in range(3):
+            shutil.copy(images / f"train/class{label}/train000.png", images / f"train/class{label}/{name}.png")
+    assert call(monkeypatch, "fit", images, "--out", out, *words) == 2
+    assert "was trained on other data" in capsys.readouterr().err
 
 
 def test_nothing_of_anybody_elses_is_removed(
@@ -77,3 +84,5 @@ def test_the_network_suits_the_images(tmp_path: Path, image_folder: Callable[...
     assert configuration("digits-learned") == load_recipe("digits-learned").config
     with pytest.raises(ValueError, match="nothing is no folder of images here, and no recipe"):
         configuration("nothing")
+    with pytest.raises(ValueError, match="did you mean 'digits-learned'"):
+        configuration("digits-learnd")

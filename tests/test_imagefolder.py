@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +86,15 @@ def test_an_unreadable_image_is_named_and_passed_over(image_folder: Writer, capl
     assert sizes == {50}
     named = [record.getMessage() for record in caplog.records]
     assert sorted(Path(line.split()[-1]).name for line in named) == ["train007.png", "val003.png"]
+
+
+def test_a_folder_is_known_by_its_files_whatever_their_names(image_folder: Writer) -> None:
+    root = image_folder(classes=2, train=10, val=5)
+    first = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0)
+    (root / "train/class0/train003.png").rename(root / "train/class0" / os.fsdecode(b"caf\xe9.png"))
+    second = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0)
+    again = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0)
+    assert first.identity != second.identity == again.identity
 
 
 def test_one_unreadable_image_stops_no_small_split(image_folder: Writer) -> None:

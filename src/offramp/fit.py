@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ import numpy as np
 from offramp.build import fit_to_data, new_model
 from offramp.bundle import FORMATS
 from offramp.calibrate import PolicyRequest, calibrate_run
-from offramp.choices import unknown
+from offramp.choices import meant, unknown
 from offramp.config import RunConfig, with_settings
 from offramp.console import millions
 from offramp.data import load_dataset
@@ -115,8 +114,7 @@ def configuration(source: str) -> RunConfig:
     folder = Path(source)
     if not folder.is_dir():
         if source not in list_recipes() and not source.endswith(".toml"):
-            near = get_close_matches(source, list_recipes(), n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = meant(source, list_recipes())
             raise ValueError(f"{source} is no folder of images here, and no recipe (offramp recipes lists them){hint}")
         return load_recipe(source).config
     data = load_imagefolder(folder)

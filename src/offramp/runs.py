@@ -49,8 +49,12 @@ def begin_run(folder: Path, config: RunConfig, data: Dataset, device: torch.devi
 
 def refuse_other_data(folder: Path, data: Dataset) -> None:
     """Raise if a run began with other data: what it was trained on could now be among what it is tested on."""
-    known = read_json(folder / DATA) if (folder / DATA).is_file() else None  # runs of older versions do not tell
-    if known is not None and known.get("identity") != data.identity:
+    if not (folder / DATA).is_file():  # runs of older versions do not tell
+        return
+    known = read_json(folder / DATA)
+    if not isinstance(known, dict) or "identity" not in known:
+        raise ValueError(f"{folder / DATA} is damaged: it must say which data the run was trained on")
+    if known["identity"] != data.identity:
         raise ValueError(
             f"{folder} was trained on other data: in {data.name} classes or files were added, removed or renamed "
             "since, so other images are held out now. Put them back as they were, or train a new run"
