@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from conftest import call
-from offramp import load_bundle
+from offramp import load_bundle, load_dataset
+from offramp.bundle_eval import evaluate_bundle
+from offramp.console import millions
 from offramp.fit import configuration
 from offramp.recipe import load_recipe
 
@@ -33,8 +35,8 @@ def test_from_a_folder_to_a_bundle_and_again(
     out = tmp_path / "fitted"
     assert call(monkeypatch, "fit", images, "--out", out, *words) == 0
     said = capsys.readouterr().out
-    assert "% on the calibration split at " in said  # what the bundle's policy does
-    assert "of the compute" in said and str(out / "report.html") in said and (out / "report.html").is_file()
+    assert "% on the calibration split at " in said and "The bundle's policy has " in said
+    assert str(out / "report.html") in said and (out / "report.html").is_file()
     weights, log = ((out / "run" / name).read_bytes() for name in ("model.safetensors", "metrics.jsonl"))
     logits = (out / "run/eval/test/logits.npy").stat().st_mtime_ns
     bundle = load_bundle(out / "bundle")
@@ -45,7 +47,13 @@ def test_from_a_folder_to_a_bundle_and_again(
     assert (out / "run/model.safetensors").read_bytes() == weights  # neither trained nor evaluated again
     assert (out / "run/metrics.jsonl").read_bytes() == log
     assert (out / "run/eval/test/logits.npy").stat().st_mtime_ns == logits
-    assert load_bundle(out / "bundle").policies.policy.mul_adds <= budget
+    fitted = load_bundle(out / "bundle")
+    assert fitted.policies.policy.mul_adds <= budget
+    data = load_dataset("imagefolder", data_dir=images, image_size=32, workers=0)
+    score = evaluate_bundle(fitted, data)  # the same images, really leaving
+    assert f"has {100 * score.policy.top1:.1f} % of the test images right at {millions(score.policy.cost)} " in (
+        capsys.readouterr().out
+    )
     assert call(monkeypatch, "predict", out / "bundle", images / "val") == 0
     capsys.readouterr()
     for name in ("x", "y"):  # the batch would follow from how many there are

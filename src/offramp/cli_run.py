@@ -95,8 +95,7 @@ def fit_command(
     request = PolicyRequest(budget_mul_adds=wanted, max_drop_points=max_drop_points)
     found = fit(source, out, request, format=format, settings=tuple(settings or ()), device=device)
     print_table(*policy_table(found.policies))
-    say(f"On the test split: {found.report.answer}")
-    say(f"run: {found.run}\nbundle: {found.bundle}\nreport: {found.report.page}")
+    say(f"{found.answer}\nrun: {found.run}\nbundle: {found.bundle}\nreport: {found.report.page}")
     say(f"next: offramp predict {found.bundle} IMAGES")
 
 

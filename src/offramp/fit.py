@@ -16,6 +16,7 @@ from offramp.build import fit_to_data, new_model
 from offramp.bundle import FORMATS
 from offramp.calibrate import PolicyRequest, calibrate_run
 from offramp.choices import meant, unknown
+from offramp.confidence import answers
 from offramp.config import RunConfig, with_settings
 from offramp.console import millions
 from offramp.data import load_dataset
@@ -24,8 +25,8 @@ from offramp.evaluate import evaluate_run
 from offramp.export import export_run
 from offramp.images import UnreadableImage, read_image
 from offramp.models.cost import exit_costs
-from offramp.outputs import EVAL, SUMMARY
-from offramp.policy import Policies, check_budget
+from offramp.outputs import EVAL, SUMMARY, read_outputs, read_summary
+from offramp.policy import Outcome, Policies, check_budget, outcome
 from offramp.pretrained import is_bundle
 from offramp.recipe import list_recipes, load_recipe
 from offramp.report.write import Report, write_report
@@ -37,12 +38,23 @@ LOOKED_AT = 25  # images, to tell how large they are
 
 @dataclass(frozen=True)
 class Fitted:
-    """Where everything went, the bundle's policies, and the report with its sentence."""
+    """Where everything went, the bundle's policies, and what the chosen one does on the test split."""
 
     run: Path
     bundle: Path
     policies: Policies
+    tested: Outcome
     report: Report
+
+    @property
+    def answer(self) -> str:
+        """The one sentence."""
+        whole = read_summary(self.run).exits["test"][-1]
+        return (
+            f"The bundle's policy has {100 * self.tested.top1:.1f} % of the test images right at "
+            f"{millions(self.tested.cost)} mul-adds per image; the whole network has {100 * whole.top1:.1f} % at "
+            f"{millions(whole.mul_adds)}."
+        )
 
 
 def fit(
@@ -68,7 +80,14 @@ def fit(
         evaluate_run(run, device=device)
     policies = calibrate_run(run, request)
     _replace(bundle, export_run(run, fresh_folder(out / "bundle.new"), format=format))
-    return Fitted(run, bundle, policies, write_report([run], out / "report.html"))
+    return Fitted(run, bundle, policies, _tested(run, policies), write_report([run], out / "report.html"))
+
+
+def _tested(run: Path, policies: Policies) -> Outcome:
+    """The chosen policy on the test split, from the saved outputs."""
+    saved = read_outputs(run, "test")
+    given = answers(saved.logits, saved.labels, policies.measure, policies.temperatures)
+    return outcome(given, policies.policy.thresholds, policies.costs)
 
 
 def _refuse_mistakes(source: str, out: Path, bundle: Path, format: str) -> None:
