@@ -33,6 +33,16 @@ def test_a_network_without_heads_of_ours_has_no_second_phase(monkeypatch: pytest
     assert [row.name for row in rows] == [row for row in ROWS if row not in (SECOND, SECOND_LEARNED)]
 
 
+def test_rows_and_ways_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(benches, "peak_megabytes", lambda *_: 0.0)
+    rows = bench_train("msdnet-tiny", 8, "cpu", repeats=1, only="imta", way="eager")
+    assert [row.name for row in rows] == [BASELINE, SECOND, SECOND_LEARNED]
+    with pytest.raises(ValueError, match=f"no row of msdnet-tiny has 'magic' in its name; there are: .*{SECOND}"):
+        bench_train("msdnet-tiny", 8, "cpu", only="magic")
+    with pytest.raises(ValueError, match="there is no way 'fast' on cpu; there is eager"):
+        bench_train("msdnet-tiny", 8, "cpu", way="fast")
+
+
 def test_an_odd_batch_is_refused() -> None:
     with pytest.raises(ValueError, match="even and at least 4"):
         bench_train("msdnet-tiny", 7)

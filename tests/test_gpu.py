@@ -17,9 +17,12 @@ from offramp.config import RunConfig
 from offramp.data import load_dataset
 from offramp.device import exact_float32
 from offramp.loop import set_rates
+from offramp.meta import Criterion
+from offramp.models.collaboration import CollaborativeNet, WithTeacher
 from offramp.models.layers import use_kernels
 from offramp.models.store import read_tensors
 from offramp.models.tape import Tape
+from offramp.objectives.imta import OneForAll
 from offramp.objectives.losses import exit_losses
 from offramp.objectives.weighting import UniformWeighting
 from offramp.runs import read_metrics
@@ -66,7 +69,14 @@ WAYS = {"graph": (True, False), "kernels": (False, True), "both": (True, True)}
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
-    "settings", [(), ("weighting.interval=2",), ("weighting.until=0.5",), ("weighting.order=delayed",)]
+    "settings",
+    [
+        (),
+        ("weighting.interval=2",),
+        ("weighting.until=0.5",),
+        ("weighting.order=delayed",),
+        ("model.overrides.collaboration=true",),
+    ],
 )
 def test_the_fast_step_is_the_plain_one(
     small_config: Callable[..., RunConfig], way: str, settings: tuple[str, ...]
@@ -92,16 +102,26 @@ def three_steps(config: RunConfig, way: tuple[bool, bool], nudge: float = 0.0) -
     model = new_model(config).to(device, memory_format=torch.channels_last)
     for param in model.parameters():
         param.data *= 1 + nudge * torch.randn_like(param)
-    use_kernels(model, own)
+    module, criterion = what_is_trained(model)
+    use_kernels(module, own)
     optimizer = new_optimizer(model, config.train)
-    method = new_method(config, model.num_exits, exit_losses, device, World(), STEPS)
-    stepper, stream = Stepper(model, optimizer, method, capture=captures), data.stream(64, 0, device)
+    method = new_method(config, model.num_exits, criterion, device, World(), STEPS)
+    stepper, stream = Stepper(module, optimizer, method, capture=captures), data.stream(64, 0, device)
     losses = []
     for at in range(STEPS):
         set_rates(optimizer, method.weighting, 0.01, 1 - at / 10)
         losses += [half.losses_BK.clone() for half in stepper(*next(stream), at)]
     assert stepper.captures == captures
     return [t.double() for t in (*losses, *model.state_dict().values(), *method.weighting.tensors().values())]
+
+
+def what_is_trained(model: torch.nn.Module) -> tuple[torch.nn.Module, Criterion]:
+    """The network itself or, where it collaborates, IMTA's second phase."""
+    if not isinstance(model, CollaborativeNet):
+        return model, exit_losses
+    torch.manual_seed(0)
+    teacher = torch.nn.Linear(model.widths[-1], model.heads[-1].out_features, device="cuda")
+    return WithTeacher(model, teacher).train(), OneForAll(3.0, 0.9)
 
 
 def test_half_precision_kernels_stay_close() -> None:

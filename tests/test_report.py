@@ -5,9 +5,11 @@ from __future__ import annotations
 import csv
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+from html import escape
 from pathlib import Path
 
 import numpy as np
@@ -188,8 +190,26 @@ def test_milliseconds_have_their_figure(runs: Path, tmp_path: Path) -> None:
     times = tmp_path / "times.json"
     times.write_text(json.dumps({"stage_ms": {str(k): {"8": 4.0 * k} for k in (1, 2, 3)}}))
     found = write_report([runs], tmp_path / "report.html", times=times)
-    assert (found.files / "accuracy-ms.png").is_file()
+    assert (found.files / "accuracy-ms.png").is_file() and (found.files / "budgeted-ms.csv").is_file()
     assert "milliseconds per image" in found.page.read_text()
+    (found.files / "notes.md").write_text("mine")
+    write_report([runs], tmp_path / "report.html")
+    left = {path.name for path in found.files.iterdir()}
+    assert {"accuracy.png", "notes.md"} <= left and not any("-ms" in name for name in left)
+
+
+def test_the_page_gives_the_command_that_writes_it_again(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, options = str(tmp_path / "one report.html"), ["--budgets", "1500000,2000000", "--measure", "margin"]
+    write_report([runs], out, budgets=[1.5e6, 2e6], measure="margin", temperature=True)
+    said = shlex.join(["offramp", "report", str(runs), "--out", out, *options, "--temperature"])
+    page = Path(out).read_text()
+    assert escape(said) in page
+    monkeypatch.setattr(sys, "argv", shlex.split(said))
+    with pytest.raises(SystemExit, match="0"):
+        main()
+    assert Path(out).read_text() == page
 
 
 def test_what_cannot_be_reported_is_a_sentence(runs: Path, tmp_path: Path) -> None:

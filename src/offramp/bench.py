@@ -71,17 +71,18 @@ def bench_train(
     device: str = "auto",
     precision: str = "auto",
     repeats: int = 7,
+    only: str = "",
+    way: str | None = None,
     silent: bool = False,
 ) -> list[TrainBench]:
-    """Time and weigh one loader batch of every row."""
+    """Time and weigh one loader batch of every row, or of those with `only` in their name beside the baseline."""
     if batch < 4 or batch % 2:
         raise ValueError(f"batch must be even and at least 4, got {batch}")
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
     place = pick_device(device)
-    rows = [row for row in ROWS if row not in (SECOND, SECOND_LEARNED) or collaborates(create_model(model))]
+    rows, ways = asked_rows(model, only), asked_ways(place, way)
     found: list[TrainBench] = []
-    ways = WAYS if place.type == "cuda" else WAYS[:1]
     with progress("bench", (repeats + WARM_UP) * len(rows) * len(ways), silent=silent) as bar:
         for way in ways:
             steps = {row: new_step(row, way, model, batch, place, precision) for row in rows}
@@ -106,6 +107,23 @@ def bench_train(
                 for row, seconds in medians.items()
             ]
     return found
+
+
+def asked_rows(model: str, only: str) -> list[str]:
+    """The rows this network has, of those with `only` in their name."""
+    rows = [row for row in ROWS if row not in (SECOND, SECOND_LEARNED) or collaborates(create_model(model))]
+    asked = [row for row in rows if only.lower() in row.lower()]
+    if not asked:
+        raise ValueError(f"no row of {model} has {only!r} in its name; there are: {'; '.join(rows)}")
+    return [row for row in rows if row == BASELINE or row in asked]
+
+
+def asked_ways(device: torch.device, way: str | None) -> tuple[str, ...]:
+    """The ways this device has, or the one asked for."""
+    ways = WAYS if device.type == "cuda" else WAYS[:1]
+    if way not in (None, *ways):
+        raise ValueError(f"there is no way {way!r} on {device.type}; there is {' and '.join(ways)}")
+    return ways if way is None else (way,)
 
 
 def new_step(row: str, way: str, name: str, batch: int, device: torch.device, precision: str) -> Callable[[], object]:

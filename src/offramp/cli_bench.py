@@ -20,6 +20,8 @@ def bench_train_command(
     device: Device = "auto",
     precision: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     repeats: Annotated[int, typer.Option(help="Timed rounds; the median counts.")] = 7,
+    only: Annotated[str, typer.Option(help="Only steps with this in their name, beside the baseline.")] = "",
+    way: Annotated[str | None, typer.Option(help="Only this way: eager, graph or fast.")] = None,
     where: Annotated[bool, typer.Option(help="Instead: where the time of a learned step goes.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -41,7 +43,7 @@ def bench_train_command(
         cells = [[name, f"{calls:,.0f}", f"{ms:,.2f}"] for name, calls, ms in spent[:25]]
         print_table(f"a learned step of {model}, loader batch {batch}, {place}, {way}", ["what", "calls", "ms"], cells)
         return
-    rows = bench_train(model, batch, device, precision, repeats, silent=as_json)
+    rows = bench_train(model, batch, device, precision, repeats, only, way, silent=as_json)
     floor = floor_line(model, batch, device, precision)
     if as_json:
         found = {"model": model, "batch": batch, "device": place, "rows": [r.to_json() for r in rows], "floor": floor}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -19,6 +19,8 @@ from offramp.report.gather import Group, RunData, gather
 from offramp.report.history import weights_by_epoch
 from offramp.report.page import Page, build
 from offramp.tables import Table, to_csv, to_markdown
+
+SOMETIMES = {"accuracy-ms", "budgeted", "budgeted-ms", "difficulty", "weights", "weights-selected", "weights-by-epoch"}
 
 
 @dataclass(frozen=True)
@@ -48,15 +50,39 @@ def write_report(
     prices = None if times is None else stage_times(read_json(times), len(groups[0].costs))
     panels = _panels(groups, prices)
     found = _tables(groups, budgets, prices)
-    command = f"offramp report {shlex.join(map(str, runs))} --out {shlex.quote(str(out))}"
+    command = _command(runs, out, budgets, times, measure, temperature)
     page = Page(_title(groups), answer, _facts(groups), groups, panels, found, _repeat(groups, command))
     files = out.with_name(f"{out.stem}-files")
     write_bytes(out, build(page).encode())
+    _forget(files, SOMETIMES - {*found, *panels})
     for name, table in found.items():
         _save_table(files, name, table)
     for one in panels.values():
         save(one, files)
     return Report(out, files, answer)
+
+
+def _command(
+    runs: Sequence[str | Path],
+    out: Path,
+    budgets: Sequence[float],
+    times: str | Path | None,
+    measure: str,
+    temperature: bool,
+) -> str:
+    """What writes this report again."""
+    words = ["offramp", "report", *map(str, runs), "--out", str(out)]
+    words += ["--budgets", ",".join(f"{budget:.0f}" for budget in budgets)] if budgets else []
+    words += ["--times", str(times)] if times is not None else []
+    words += ["--measure", measure] if measure != "max_softmax" else []
+    return shlex.join(words + (["--temperature"] if temperature else []))
+
+
+def _forget(files: Path, names: Iterable[str]) -> None:
+    """Remove what an earlier report with other options left beside this one."""
+    for name in names:
+        for suffix in ("png", "svg", "md", "csv"):
+            (files / f"{name}.{suffix}").unlink(missing_ok=True)
 
 
 def _panels(groups: Sequence[Group], prices: Sequence[float] | None) -> dict[str, Panels]:
