@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
+from conftest import call
 from offramp import ExitNet, create_model, register_model
 from offramp import bench as benches
 from offramp.bench import BASELINE, ROWS, SECOND, SECOND_LEARNED, bench_train, where_time_goes
@@ -52,6 +55,22 @@ def test_where_the_time_goes_is_told() -> None:
     spent = where_time_goes("learned, forward_mode", "eager", "msdnet-tiny", 8, "cpu", steps=1)
     assert any("convolution" in name for name, _, _ in spent[:5])
     assert [ms for _, _, ms in spent] == sorted((ms for _, _, ms in spent), reverse=True)
+
+
+def test_where_the_time_of_another_step_goes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("bench", "train", "--model", "msdnet-tiny", "--batch", "8", "--device", "cpu", "--where", "--json")
+    for only, step in (
+        ((), "learned, forward_mode"),
+        (("--only", "two updates"), BASELINE),
+        (("--only", "imta"), SECOND_LEARNED),
+    ):
+        assert call(monkeypatch, *words, *only) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["step"], found["way"]) == (step, "eager") and found["spent"][0][2] > 0
+    assert call(monkeypatch, *words, "--way", "graph") == 2
+    assert "there is no way 'graph' on cpu" in capsys.readouterr().err
 
 
 def test_the_floor_counts_passes_and_bytes() -> None:

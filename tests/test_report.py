@@ -192,10 +192,24 @@ def test_milliseconds_have_their_figure(runs: Path, tmp_path: Path) -> None:
     found = write_report([runs], tmp_path / "report.html", times=times)
     assert (found.files / "accuracy-ms.png").is_file() and (found.files / "budgeted-ms.csv").is_file()
     assert "milliseconds per image" in found.page.read_text()
-    (found.files / "notes.md").write_text("mine")
-    write_report([runs], tmp_path / "report.html")
-    left = {path.name for path in found.files.iterdir()}
-    assert {"accuracy.png", "notes.md"} <= left and not any("-ms" in name for name in left)
+
+
+def test_a_report_of_less_leaves_nothing_of_one_of_more(runs: Path, tmp_path: Path) -> None:
+    times = tmp_path / "times.json"
+    times.write_text(json.dumps({"stage_ms": {str(k): {"8": 4.0 * k} for k in (1, 2, 3)}}))
+    files = write_report([runs], tmp_path / "report.html", times=times).files
+    more = names_in(files)
+    (files / "notes.md").write_text("mine")
+    bare = write_run(tmp_path / "bare", calibration=0)
+    for name in ("eval/test/difficulty.npy", "eval/test/thumbs.npz", "metrics.jsonl"):
+        (bare / name).unlink()
+    less = names_in(write_report([bare], tmp_path / "fresh.html").files)
+    write_report([bare], tmp_path / "report.html")
+    assert less < more and names_in(files) == less | {"notes.md"}
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
 
 
 def test_the_page_gives_the_command_that_writes_it_again(

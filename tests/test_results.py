@@ -305,6 +305,14 @@ def test_a_list_of_weights_can_be_typed_again() -> None:
     )
 
 
+def test_a_frozen_run_is_repeated_from_wherever_the_other_one_lies() -> None:
+    recipe = load_recipe("ablation-frozen").config
+    for setting, named in (("seed=0", ""), ("weighting.from_run=mine", ", from_run=mine")):
+        run = StoredRun(Path(), with_settings(recipe, [setting]), None, [], {}, "")
+        assert label([run]) == f"frozen weights, msdnet5{named}"
+        assert command([run]).count("--set weighting.from_run=RUN ") == command([run]).count("from_run=R") == 1
+
+
 def test_runs_with_other_settings_do_not_replace_each_other(tmp_path: Path) -> None:
     names = set()
     for recipe in ("digits-baseline", "own"):

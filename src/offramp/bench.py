@@ -84,8 +84,8 @@ def bench_train(
     rows, ways = asked_rows(model, only), asked_ways(place, way)
     found: list[TrainBench] = []
     with progress("bench", (repeats + WARM_UP) * len(rows) * len(ways), silent=silent) as bar:
-        for way in ways:
-            steps = {row: new_step(row, way, model, batch, place, precision) for row in rows}
+        for ran in ways:
+            steps = {row: new_step(row, ran, model, batch, place, precision) for row in rows}
             times: dict[str, list[float]] = {row: [] for row in rows}
             for repeat in range(repeats + WARM_UP):
                 for row, step in steps.items():
@@ -98,10 +98,10 @@ def bench_train(
             found += [
                 TrainBench(
                     row,
-                    way,
+                    ran,
                     round(1000 * seconds, 2),
                     round(batch / seconds, 1),
-                    round(peak_megabytes(row, way, model, batch, place, precision), 1),
+                    round(peak_megabytes(row, ran, model, batch, place, precision), 1),
                     round(seconds / medians[BASELINE], 3),
                 )
                 for row, seconds in medians.items()
@@ -110,7 +110,7 @@ def bench_train(
 
 
 def asked_rows(model: str, only: str) -> list[str]:
-    """The rows this network has, of those with `only` in their name."""
+    """The baseline and every step this network has with `only` in its name."""
     rows = [row for row in ROWS if row not in (SECOND, SECOND_LEARNED) or collaborates(create_model(model))]
     asked = [row for row in rows if only.lower() in row.lower()]
     if not asked:

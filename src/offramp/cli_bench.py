@@ -22,26 +22,29 @@ def bench_train_command(
     repeats: Annotated[int, typer.Option(help="Timed rounds; the median counts.")] = 7,
     only: Annotated[str, typer.Option(help="Only steps with this in their name, beside the baseline.")] = "",
     way: Annotated[str | None, typer.Option(help="Only this way: eager, graph or fast.")] = None,
-    where: Annotated[bool, typer.Option(help="Instead: where the time of a learned step goes.")] = False,
+    where: Annotated[
+        bool, typer.Option(help="Instead: where the time of one step goes: a learned one, or the last of --only.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Time a training step with learned weights, by each engine, beside conventional training, and IMTA's second phase.
 
     On a GPU each is run eagerly, as a CUDA graph, and as one with offramp's own kernels (fast).
     """
-    from offramp.bench import WAYS, bench_train, floor_line, where_time_goes
+    from offramp.bench import asked_rows, asked_ways, bench_train, floor_line, where_time_goes
     from offramp.device import device_name, pick_device
 
     chosen = pick_device(device)
     place = device_name(chosen)
     if where:
-        way = WAYS[-1 if chosen.type == "cuda" else 0]
-        spent = where_time_goes("learned, forward_mode", way, model, batch, device, precision)
+        step, way = asked_rows(model, only or "forward_mode")[-1], asked_ways(chosen, way)[-1]
+        spent = where_time_goes(step, way, model, batch, device, precision)
         if as_json:
-            print(json.dumps({"model": model, "batch": batch, "device": place, "way": way, "spent": spent}))
+            about = {"model": model, "batch": batch, "device": place, "step": step, "way": way}
+            print(json.dumps({**about, "spent": spent}))
             return
         cells = [[name, f"{calls:,.0f}", f"{ms:,.2f}"] for name, calls, ms in spent[:25]]
-        print_table(f"a learned step of {model}, loader batch {batch}, {place}, {way}", ["what", "calls", "ms"], cells)
+        print_table(f"{step}: {model}, loader batch {batch}, {place}, {way}", ["what", "calls", "ms"], cells)
         return
     rows = bench_train(model, batch, device, precision, repeats, only, way, silent=as_json)
     floor = floor_line(model, batch, device, precision)

@@ -20,7 +20,11 @@ from offramp.report.history import weights_by_epoch
 from offramp.report.page import Page, build
 from offramp.tables import Table, to_csv, to_markdown
 
-SOMETIMES = {"accuracy-ms", "budgeted", "budgeted-ms", "difficulty", "weights", "weights-selected", "weights-by-epoch"}
+NAMES = {
+    *("accuracy", "accuracy-ms", "calibration", "overthinking", "training"),
+    *("weights", "weights-by-epoch", "weights-selected"),
+    *("anytime", "budgeted", "budgeted-ms", "difficulty", "trust"),
+}  # of all figures and tables there can be
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ def write_report(
     page = Page(_title(groups), answer, _facts(groups), groups, panels, found, _repeat(groups, command))
     files = out.with_name(f"{out.stem}-files")
     write_bytes(out, build(page).encode())
-    _forget(files, SOMETIMES - {*found, *panels})
+    _forget(files, NAMES - {*found, *panels})
     for name, table in found.items():
         _save_table(files, name, table)
     for one in panels.values():
@@ -72,7 +76,7 @@ def _command(
 ) -> str:
     """What writes this report again."""
     words = ["offramp", "report", *map(str, runs), "--out", str(out)]
-    words += ["--budgets", ",".join(f"{budget:.0f}" for budget in budgets)] if budgets else []
+    words += ["--budgets", ",".join(f"{budget:.15g}" for budget in budgets)] if budgets else []
     words += ["--times", str(times)] if times is not None else []
     words += ["--measure", measure] if measure != "max_softmax" else []
     return shlex.join(words + (["--temperature"] if temperature else []))

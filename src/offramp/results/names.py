@@ -12,6 +12,8 @@ from offramp.report.gather import method_label
 from offramp.results.section import Groups
 from offramp.results.store import StoredRun, short, stored_name
 
+FROM_RUN = "weighting.from_run"
+
 
 def label(group: Sequence[StoredRun]) -> str:
     """The method, the network, what was changed in the recipe, and where its weighting is not the paper's."""
@@ -19,6 +21,8 @@ def label(group: Sequence[StoredRun]) -> str:
     changes = {key: value for key, value in first.changes.items() if not key.startswith("weighting.")}
     usual = vars(WeightingConfig(first.config.weighting.name))
     changes |= {key: value for key, value in vars(first.config.weighting).items() if value != usual[key]}
+    if FROM_RUN not in first.changes:  # the recipe's own
+        changes.pop("from_run", None)
     changed = [f"{short(key)}={_word(value)}" for key, value in sorted(changes.items()) if key != "train.epochs"]
     name = f"{method_label(first.config)}, {first.config.model.name}"
     return ", ".join([name, *changed])
@@ -44,7 +48,8 @@ def epochs(config: RunConfig) -> str:
 def command(group: Sequence[StoredRun]) -> str:
     """The one command that trains a group again."""
     first = group[0]
-    changes = (f"{key}={_word(value)}" for key, value in sorted(first.changes.items()))
+    frozen = {} if first.config.weighting.from_run is None else {FROM_RUN: "RUN"}  # it lies where its user put it
+    changes = (f"{key}={_word(value)}" for key, value in sorted({**first.changes, **frozen}.items()))
     settings = "".join(f" --set {shlex.quote(change)}" for change in changes)
     seeds = ",".join(str(run.config.seed) for run in group)
     data = "" if first.config.data.name == "digits" else " --data-dir DATA"
