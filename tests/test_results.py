@@ -29,6 +29,7 @@ from saved import write_run
 
 BUDGETS = (2e6, 4e6)
 ABOUT = 'title = "Main"\ntext = "Digits."\nbudgets = [2, 4]\n'
+OURS = "bound=true, interval=4, objective=whole"  # where the default is not the paper's
 
 
 @pytest.fixture
@@ -244,12 +245,22 @@ def test_a_log_is_enough_to_choose_between_settings(
     assert call(monkeypatch, *keep, "--log-only") == 2 and "has not finished training" in capsys.readouterr().err
 
 
+def test_pictures_of_an_earlier_page_go(results: Path, tmp_path: Path) -> None:
+    page = write_page(results, tmp_path / "page.md")
+    shown = {path.name for path in (tmp_path / "page").iterdir()}
+    for name in ("1-main-weights-9.png", "1-main-weights-9.svg", "1-mine.png"):
+        (tmp_path / "page" / name).touch()
+    text = page.read_text()
+    assert write_page(results, page).read_text() == text
+    assert {path.name for path in (tmp_path / "page").iterdir()} == shown | {"1-mine.png"}
+
+
 def test_a_legend_says_what_sets_runs_apart() -> None:
     recipes = ("cifar100-msdnet5-baseline", "cifar100-msdnet5-learned-paper", "cifar100-msdnet5-learned")
     long = [with_settings(load_recipe(recipe).config, ["data.calibration=0"]) for recipe in recipes]
     groups = [[StoredRun(Path(), config, None, [], {}, "")] for config in long]
-    assert apart(groups) == ["baseline", "learned weights", "learned weights, bound=true, interval=4"]
-    assert apart(groups[1:]) == ["learned weights", "learned weights, bound=true, interval=4"]
+    assert apart(groups) == ["baseline", "learned weights", f"learned weights, {OURS}"]
+    assert apart(groups[1:]) == ["learned weights", f"learned weights, {OURS}"]
     assert apart(groups[:1]) == ["baseline, msdnet5, calibration=0"]
     drawn = Group("baseline", "black", tuple(groups[0]))  # type: ignore[arg-type]
     assert marks_of_accuracy([drawn], "q") == (
@@ -260,7 +271,7 @@ def test_a_legend_says_what_sets_runs_apart() -> None:
 def test_a_setting_is_named_where_it_is_not_the_papers() -> None:
     ours, paper = (load_recipe(f"cifar100-msdnet5-learned{which}").config for which in ("", "-paper"))
     assert [label([StoredRun(Path(), config, None, [], {}, "")]) for config in (ours, paper)] == [
-        "learned weights, msdnet5, bound=true, interval=4",
+        f"learned weights, msdnet5, {OURS}",
         "learned weights, msdnet5",
     ]
 

@@ -15,7 +15,7 @@ from offramp.report.drawing import INK, Panels
 from offramp.report.gather import Group
 
 M = 1e6
-FEW = 4  # groups whose names fit into the picture
+FEW = 3  # groups whose names fit into the picture
 
 
 def _legend(axes: Axes, place: Any, **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -37,8 +38,18 @@ def write_page(results: Path, out: Path) -> Path:
         "of such a step to a conventional one; what a hundred of them bring is the gain over all that were spent.\n"
     )
     parts = [intro, at_a_glance(sections), *(_section(section, out) for section in sections), _all_runs(sections)]
-    write_bytes(out, "\n".join(part for part in parts if part).encode())
+    page = "\n".join(part for part in parts if part)
+    write_bytes(out, page.encode())
+    _forget(sections, page, out.with_suffix(""))
     return out
+
+
+def _forget(sections: Sequence[Section], page: str, pictures: Path) -> None:
+    """Remove pictures of these sections that an earlier page had and this one does not show."""
+    for section in sections:
+        for picture in pictures.glob(f"{glob.escape(section.name)}-weights-*"):
+            if f"{picture.stem}.png" not in page:
+                picture.unlink()
 
 
 def _section(section: Section, out: Path) -> str:
