@@ -50,11 +50,12 @@ FIGURES: dict[str, dict[str, dict[str, str]]] = {
     },
     "cifar": {
         f"CIFAR-{classes}": {
-            f"cifar{classes}-msdnet{exits}-{method}": f"{exits} exits, {method}"
-            for exits in (5, 7)
-            for method in ("baseline", "learned")
+            f"cifar{classes}-msdnet5-baseline": "5 exits, baseline",
+            f"cifar{classes}-msdnet5-{learned}": "5 exits, learned",
+            f"cifar{classes}-msdnet7-baseline": "7 exits, baseline",
+            f"cifar{classes}-msdnet7-learned": "7 exits, learned",
         }
-        for classes in (10, 100)
+        for classes, learned in ((10, "learned"), (100, "learned-paper"))
     },
     "imta": {
         "IMTA, 7 exits, CIFAR-100": {
