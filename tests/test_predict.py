@@ -36,6 +36,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_hidden_files_of_a_folder_are_no_images(folder: Path) -> None:
+    (folder / "._0.png").write_bytes(b"what macOS leaves")
+    (folder / "a.png").mkdir()
+    assert not any(Path(path).name in ("._0.png", "a.png") for path in expand([str(folder)]))
+
+
 def test_paths_are_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(expand([str(folder)])) == 31
     assert expand([str(folder / "a" / "0*.png")]) == sorted(map(str, (folder / "a").glob("0*.png")))

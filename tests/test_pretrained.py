@@ -132,14 +132,19 @@ def test_a_bundle_without_images_of_the_data(run: Path, tmp_path: Path) -> None:
 def test_mistakes_are_sentences(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="pretrained network 'tiny' is unknown; did you mean 'tiny-digits'"):
         create_model("tiny", pretrained=True)
-    with pytest.raises(ValueError, match="is trained as it is"):
+    with pytest.raises(ValueError, match=r"is trained as it is, for 10 classes.*create_model\('msdnet-tiny', ...\)"):
         create_model("tiny-digits", num_classes=3, pretrained=True)
+    assert create_model("tiny-digits", num_classes=10, pretrained=True).spec.num_classes == 10
     with pytest.raises(ValueError, match=r"comes trained; in Python: create_model\('tiny-digits', pretrained=True\)"):
         create_model("tiny-digits")
     with pytest.raises(ValueError, match="bundle 'tiny' is unknown; did you mean 'tiny-digits'"):
         load_bundle("tiny")
     with pytest.raises(ValueError, match="is not a bundle"):
         load_bundle(tmp_path)
+    with pytest.raises(
+        ValueError, match="not the folder of a run, and bundle 'tiny' is unknown; did you mean 'tiny-dig"
+    ):
+        export_run("tiny", tmp_path / "out")
     with pytest.raises(ValueError, match="is a bundle, which holds its policies already"):
         calibrate_run("tiny-digits")
     monkeypatch.chdir(tmp_path)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
 
 from conftest import SMALL_RUN
 from offramp.cli import main
+from offramp.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -30,6 +32,15 @@ def test_every_link_leads_somewhere() -> None:
         prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
             assert (page.parent / target).exists(), (page.name, target)
+
+
+def test_every_setting_is_in_the_docs() -> None:
+    docs = ROOT / "docs"
+    training = (docs / "training.md").read_text()
+    own = {"data": (docs / "data.md").read_text(), "weighting": (docs / "methods/learned-weights.md").read_text()}
+    for name, part in vars(RunConfig()).items():
+        for field in vars(part) if is_dataclass(part) else ():
+            assert f"`{name}.{field}`" in training or f"`{field}`" in own.get(name, ""), f"{name}.{field}"
 
 
 def test_the_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from offramp.cli import main
@@ -21,6 +22,7 @@ from offramp.policy import outcome
 from offramp.recipe import list_recipes
 from offramp.report import tables
 from offramp.report.answer import compare, headline
+from offramp.report.figures import training_curves
 from offramp.report.gather import Group, find_runs, gather
 from offramp.report.paper import FIGURES, write_figures
 from offramp.report.write import write_report
@@ -129,6 +131,19 @@ def test_the_papers_numbers_stand_beside_ours(tmp_path: Path) -> None:
     config["model"]["overrides"] = {"growth": 4}
     (run / "config.json").write_text(json.dumps(config))
     assert gather([run])[0].paper_top1 is None
+
+
+def test_one_epoch_is_a_point_that_shows(runs: Path) -> None:
+    run = find_runs([runs])[0]
+    log = (run / "metrics.jsonl").read_text().splitlines()
+    for epochs, marker in ((len(log), "None"), (1, "o")):
+        (run / "metrics.jsonl").write_text("\n".join(log[:epochs]))
+        panels = training_curves(gather([run]))
+        axes = Figure().add_subplot()
+        assert panels is not None
+        panels.draws[0](axes)
+        assert [line.get_marker() for line in axes.lines] == [marker]
+    assert [float(tick) for tick in axes.get_xticks() if 0.5 <= tick <= 1.5] == [1.0]
 
 
 def test_files_are_whole(runs: Path, tmp_path: Path) -> None:

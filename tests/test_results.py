@@ -214,6 +214,16 @@ def test_samples_without_any_loss_count_as_they_are() -> None:
     assert about_weights(nothing) == {"mean": [1.5, 1.5], "spread": [0, 0], "counted": [1, 1]}
 
 
+def test_of_two_runs_that_are_one_none_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("one", "two"):
+        write_run(tmp_path / "runs" / name, "digits-baseline", 0)
+    assert call(monkeypatch, "results", "keep", tmp_path / "runs", "--into", tmp_path / "results") == 2
+    assert "have the same recipe, settings and seed; keep one of them" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "results").exists()
+
+
 def test_a_log_is_enough_to_choose_between_settings(
     results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -297,6 +307,7 @@ def test_the_papers_numbers_are_not_those_of_another_weighting() -> None:
     recipe = load_recipe("cifar100-msdnet5-baseline")
     fixed = with_settings(recipe.config, ["weighting.name=fixed", "weighting.exits=[1.2, 1.1, 1, 0.9, 0.8]"])
     assert paper_top1(recipe.config) == recipe.paper_top1 and paper_top1(fixed) is None
+    assert paper_top1(with_settings(recipe.config, ["data.imbalance=100"])) is None
     runs = [StoredRun(Path(), config, None, [], {}, "") for config in (recipe.config, fixed)]
     assert [line.split(" | ")[0] for line in anytime([[run] for run in runs]).splitlines()[2:]] == [
         "| baseline, msdnet5",
@@ -384,9 +395,14 @@ def test_mistakes_are_sentences(results: Path, tmp_path: Path) -> None:
             (results / "2-other/section.toml").write_text(text)
         with pytest.raises(ValueError, match=words):
             write_page(results, tmp_path / "page.md")
-    (results / "2-other/section.toml").write_text(ABOUT + "split = 'train'\n")
-    with pytest.raises(ValueError, match="split must be test or calibration"):
-        write_page(results, tmp_path / "page.md")
+    for words, text in (
+        ("split must be test or calibration", ABOUT + "split = 'train'\n"),
+        ("key 'besides' is unknown; did you mean 'beside'", ABOUT + "besides = []\n"),
+        ("budgets must list millions of mul-adds", ABOUT.replace("[2, 4]", "'2'")),
+    ):
+        (results / "2-other/section.toml").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            write_page(results, tmp_path / "page.md")
     with pytest.raises(ValueError, match="holds no sections"):
         write_page(tmp_path / "nowhere", tmp_path / "page.md")
     for name, text in (

@@ -41,7 +41,7 @@ def test_too_large_is_413(start: Start) -> None:
 def test_no_image_is_415(start: Start) -> None:
     server = start()
     image = picture(1, 1)
-    assert "image 2 cannot be read" in sentence(server.send(image, b"no image"), 415)
+    assert sentence(server.send(image, b"no image"), 415) == "image 2 cannot be read: it is no image of a known kind"
     sentence(server.send(image[:-30]), 415)
     sentence(server.send(b""), 415)
     sentence(post(server.http, image, "image/png"), 415)

@@ -11,13 +11,15 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from offramp.serve import ServeConfig, create_app
 from offramp.serve.load import load_test
-from offramp.serve.run import listen
-from test_serve import CLASSES, Start, labels, picture, start, until
+from offramp.serve.run import Server, listen, run_app
+from test_serve import CLASSES, FakeEngine, Start, labels, make_bundle, picture, start, until
 
 __all__ = ["start"]  # the fixture
 
@@ -71,6 +73,29 @@ def process() -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen([sys.executable, "-c", DRAINING], stdout=subprocess.PIPE, text=True, env=path) as process:
         yield process
         process.kill()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_right_after_its_line_stops_it(signum: int, process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert "serving on" in process.stdout.readline()
+    process.send_signal(signum)
+    assert process.wait(20) == 0 and process.stdout.read() == "stopped\n"
+
+
+def test_a_signal_before_it_serves_stops_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    begin = Server.run
+
+    def signalled(server: Server, sockets: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)  # uvicorn does not listen yet
+        begin(server, sockets)
+
+    monkeypatch.setattr(Server, "run", signalled)
+    before = signal.getsignal(signal.SIGTERM)
+    run_app(create_app(make_bundle(FakeEngine(0.0)), ServeConfig()), port=0)
+    assert capsys.readouterr().out == "stopped\n" and signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

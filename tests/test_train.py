@@ -23,6 +23,7 @@ from offramp.build import refuse_other_size
 from offramp.checkpoint import load_state
 from offramp.config import RunConfig, with_settings
 from offramp.data import load_dataset
+from offramp.files import read_json, write_json
 from offramp.models.store import read_tensors
 from offramp.rates import cosine
 from offramp.recipe import load_recipe
@@ -156,15 +157,21 @@ def test_a_signal_saves_and_leaves_with_a_sentence(
 
     monkeypatch.setattr(training, "iterate", update)
     run = tmp_path / "run"
-    with pytest.raises(Stopped, match="stopped at step 6 of 12, saved; go on with --resume") as stopped:
+    with pytest.raises(
+        Stopped, match="stopped at step 6 of 12, saved; go on with the same command and --resume"
+    ) as stopped:
         train_run(small_config("train.save_seconds=1000"), run, device="cpu")
     assert stopped.value.signum == signum
     assert not (run / "model.safetensors").exists()
     assert signal.getsignal(signal.SIGINT) is before
     monkeypatch.undo()
+    state = read_json(run / "last/state.json")
+    assert 0 < state["info"]["seconds"] < 600
+    write_json(run / "last/state.json", state | {"info": {"seconds": 5000.0}})
     train_run(small_config("train.save_seconds=1000"), run, device="cpu", resume=True)
     assert same_weights(whole, run)
     assert without_speed(whole) == without_speed(run)
+    assert read_metrics(run)[-1]["seconds"] > 5000  # what was spent before it was stopped counts
 
 
 def test_a_damaged_state_is_reported_and_the_one_before_used(
@@ -230,6 +237,8 @@ def test_a_folder_in_use_is_not_overwritten(tmp_path: Path, small_config: Config
         train_run(small_config("train.epochs=1"), run, device="cpu")
     with pytest.raises(ValueError, match=r"begun with train\.epochs = 1, not 2"):
         train_run(small_config("train.epochs=2"), run, device="cpu", resume=True)
+    with pytest.raises(ValueError, match=r"begun with data\.train = \d+, not 300; resume with the same settings"):
+        train_run(small_config("train.epochs=1", "data.train=300"), run, device="cpu", resume=True)
     train_run(small_config("train.epochs=1"), run, device="cpu", resume=True)
     assert (run / "model.safetensors").read_bytes() == before
     (tmp_path / "mine").mkdir()

@@ -116,12 +116,15 @@ class Bundle:
             self._runtimes[policy] = Runtime(self.engine, policy, self.costs, packing)
         return self._runtimes[policy]
 
-    def prepare(self, images: Sequence[Any] | np.ndarray) -> np.ndarray:
-        """Normalised float32 [n, 3, h, w] of paths, encoded bytes, Pillow images or uint8 arrays [n, h, w, 3]."""
+    def prepare(self, images: Sequence[Any] | np.ndarray, first: int = 1) -> np.ndarray:
+        """Normalised float32 [n, 3, h, w] of paths, encoded bytes, Pillow images or uint8 arrays [n, h, w, 3].
+
+        One that cannot be read is named by its number, counted from `first`.
+        """
         if isinstance(images, (str, bytes, Path, Image.Image)):
             raise ValueError("give a list of images, even for one")
         own = self.card.preprocessing
-        cut = [own.cut(_as_image(image, number)) for number, image in enumerate(images, 1)]
+        cut = [own.cut(_as_image(image, number)) for number, image in enumerate(images, first)]
         return own.normalise(np.stack(cut)) if cut else np.zeros((0, *self.card.input_shape), np.float32)
 
     def __call__(

@@ -23,7 +23,8 @@ Measure = Annotated[str, typer.Option(help="Confidence: max_softmax, margin or e
 Temperature = Annotated[bool, typer.Option(help="Fit a temperature per exit first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a setting; may be repeated.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting (docs/training.md has all); may be repeated."),
 ]
 
 

@@ -22,9 +22,11 @@ def keep_command(
 ) -> None:
     """Keep settings, log, evaluation summary and budgeted curves of runs: text, some kilobytes each."""
     from offramp.report.gather import find_runs
-    from offramp.results.store import keep_run
+    from offramp.results.store import keep_run, refuse_twins
 
-    for run in find_runs(runs, evaluated=not log_only):
+    found = find_runs(runs, evaluated=not log_only)
+    refuse_twins(found)
+    for run in found:
         say(f"kept: {keep_run(run, into, log_only=log_only)}")
 
 

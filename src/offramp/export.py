@@ -42,7 +42,7 @@ from offramp.models.fold import folded
 from offramp.models.store import load_model, write_tensors
 from offramp.outputs import read_outputs, read_summary
 from offramp.policy import Policies, read_policies, write_policies
-from offramp.pretrained import MANIFEST, bundle_folder, is_bundle
+from offramp.pretrained import MANIFEST, bundle_folder, is_bundle, pretrained_names
 from offramp.runs import read_config
 
 GOLDEN_IMAGES = 8
@@ -65,6 +65,8 @@ def export_run(
     if is_bundle(run):
         return _export_bundle(bundle_folder(run), Path(out), policy, format, half)
     run, out = Path(run), Path(out)
+    if not run.is_dir():
+        raise ValueError(f"{run} is not the folder of a run, and {unknown('bundle', str(run), pretrained_names())}")
     path = run / "policy.json" if policy is None else Path(policy)
     if not path.is_file():
         raise ValueError(f"{path} is not there; find when images may leave with: offramp calibrate {run}")

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 MAX_PIXELS = 100_000_000  # of one image; more is taken for an attack
 LONGEST = 20  # times the shorter side; what is longer is cut to its middle before it is resized
@@ -28,6 +29,12 @@ class UnreadableImage(ValueError):
     """Bytes that are no image, or one that must not be opened."""
 
 
+def image_files(folder: Path) -> list[Path]:
+    """The images in a folder and below, by their names; hidden ones (`._a.jpg`, which macOS leaves) are none."""
+    found = (Path(place, name) for place, _, names in os.walk(folder) for name in names if name[0] != ".")
+    return sorted(path for path in found if path.suffix.lower() in SUFFIXES)
+
+
 def read_image(source: str | Path | bytes) -> Image.Image:
     """The image as RGB, turned as its EXIF tag says; anything else is an `UnreadableImage` that says why."""
     try:
@@ -39,6 +46,8 @@ def read_image(source: str | Path | bytes) -> Image.Image:
         raise
     except FileNotFoundError as error:
         raise UnreadableImage("it is not there") from error
+    except UnidentifiedImageError as error:  # which would say where in memory it lies
+        raise UnreadableImage("it is no image of a known kind") from error
     except Exception as error:  # Pillow's decoders raise nearly anything on a broken file
         raise UnreadableImage(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 

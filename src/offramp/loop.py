@@ -111,6 +111,7 @@ def _fit(phase: Phase, setup: Setup) -> Iterator[Event]:
     loop = Loop(phase, setup)
     yield Event(total=loop.total, done=loop.step)
     with MetricsLog(phase.out, loop.step) if setup.writes else nullcontext() as metrics:
+        loop.seconds_before = max(loop.seconds_before, metrics.seconds_before if metrics else 0.0)
         while loop.step < loop.total:
             last_half = loop.advance()
             line = loop.end_epoch(last_half, metrics) if loop.step % loop.steps_per_epoch == 0 else None
@@ -138,7 +139,9 @@ class Loop:
         self.optimizer = new_optimizer(model, config.train)
         self.method = new_method(config, model.num_exits, phase.criterion, place, world, self.total)
         self.tally = Tally(model.num_exits, place)
-        self.step = restore(phase.out, model, self.optimizer, self.method, self.tally) if phase.resume else 0
+        self.step, self.seconds_before = 0, 0.0
+        if phase.resume:
+            self.step, self.seconds_before = restore(phase.out, model, self.optimizer, self.method, self.tally)
         self.stepper = Stepper(module, self.optimizer, self.method, iterate, capture=fast)
         places = world.own_places(batch) if world.size > 1 else None
         self.stream = setup.data.stream(batch, config.seed, place, self.step, places)
@@ -170,7 +173,7 @@ class Loop:
         images_done = (self.step - self.began_step) * config.train.batch
         spent = time.monotonic() - self.began
         row["images_per_s"] = round(images_done / spent, 1)
-        row["seconds"] = round(metrics.seconds_before + spent, 1)
+        row["seconds"] = round(self.seconds(), 1)
         if self.setup.together > 1:
             row["together"] = self.setup.together  # runs that shared the device meanwhile
         save_samples(self.out, epoch, half, config.weighting.q)
@@ -184,12 +187,19 @@ class Loop:
         if due or stopping or self.step == self.total:
             self.tally.refuse_non_finite(self.out)
             refuse_bad_params(self.model, self.step, self.out)
-            state = current_state(self.step, self.model, self.optimizer, self.method, self.tally)
+            info = {"seconds": self.seconds()}
+            state = current_state(self.step, self.model, self.optimizer, self.method, self.tally, info)
             if self.setup.writes:
                 save_state(self.out, state)
         if stopping and (self.step < self.total or not final):
             signum = caught[0] if caught else signal.SIGTERM  # another process's
-            raise Stopped(signum, f"stopped at step {self.step} of {self.total}, saved; go on with --resume")
+            raise Stopped(
+                signum, f"stopped at step {self.step} of {self.total}, saved; go on with the same command and --resume"
+            )
+
+    def seconds(self) -> float:
+        """That training has taken, with what was spent before it was stopped."""
+        return self.seconds_before + time.monotonic() - self.began
 
     def now(self) -> str:
         """What comes next, for the bar."""
@@ -224,26 +234,35 @@ def set_rates(optimizer: torch.optim.Optimizer, weighting: Weighting, initial: f
         weighting.set_rate(share)
 
 
-def current_state(step: int, model: ExitNet, optimizer: torch.optim.Optimizer, method: Method, tally: Tally) -> State:
+def current_state(
+    step: int,
+    model: ExitNet,
+    optimizer: torch.optim.Optimizer,
+    method: Method,
+    tally: Tally,
+    info: dict[str, Any],
+) -> State:
     parts = {
         "model": model.state_dict(),
         "optimizer": optimizer_tensors(model, optimizer),
         "weighting": method.weighting.tensors(),
         "tally": tally.summed(method.world),
     }
-    return State(step, parts, info={})
+    return State(step, parts, info)
 
 
-def restore(run: Path, model: ExitNet, optimizer: torch.optim.Optimizer, method: Method, tally: Tally) -> int:
-    """Put the run's last state back; the step to go on from, 0 if nothing was saved yet."""
+def restore(
+    run: Path, model: ExitNet, optimizer: torch.optim.Optimizer, method: Method, tally: Tally
+) -> tuple[int, float]:
+    """Put the run's last state back; the step to go on from and the seconds it took, 0 if nothing was saved yet."""
     state = load_state(run)
     if state is None:
-        return 0
+        return 0, 0.0
     store.load_state(model, state.parts["model"], run / "last")
     load_optimizer_tensors(model, optimizer, state.parts["optimizer"])
     method.weighting.load_tensors(state.parts["weighting"])
     tally.load(state.parts["tally"], method.world)
-    return state.step
+    return state.step, float(state.info.get("seconds", 0.0))  # older states do not tell
 
 
 def held_out(model: ExitNet, data: Dataset, device: torch.device) -> dict[str, Any]:

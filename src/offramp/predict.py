@@ -22,7 +22,7 @@ import numpy as np
 from offramp.bundle import Bundle
 from offramp.console import millions, progress
 from offramp.files import write_bytes
-from offramp.images import SUFFIXES, UnreadableImage, read_image
+from offramp.images import UnreadableImage, image_files, read_image
 from offramp.policy import Policy
 from offramp.pool import Left, Pool, Ticket
 from offramp.result import ceiling
@@ -92,7 +92,7 @@ def _inside(word: str) -> list[str]:
     """The images in a folder; a file is itself."""
     if not Path(word).is_dir():
         return [word]
-    return sorted(str(p) for p in Path(word).rglob("*") if p.suffix.lower() in SUFFIXES and p.is_file())
+    return [str(path) for path in image_files(Path(word))]
 
 
 def predict(

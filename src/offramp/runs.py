@@ -37,8 +37,10 @@ def begin_run(folder: Path, config: RunConfig, data: Dataset, device: torch.devi
     if known.exists():
         if not resume:
             raise ValueError(f"{folder} holds a run already; add --resume to go on with it or choose another --out")
-        refuse_other_data(folder, data)  # first: settings may follow from the data
-        _refuse_difference(read_config(folder).to_json(), read_back(config).to_json(), folder)
+        before, now = read_config(folder).to_json(), read_back(config).to_json()
+        _refuse_difference(before["data"], now["data"], folder, "data")
+        refuse_other_data(folder, data)  # first: settings of the model may follow from the data
+        _refuse_difference(before, now, folder)
         return
     if folder.exists() and any(not p.name.endswith(".part") for p in folder.iterdir()):
         raise ValueError(f"{folder} is not empty and not a run; choose another --out")
@@ -105,7 +107,7 @@ class MetricsLog:
         self.path = folder / METRICS
         self.rows = [row for row in read_metrics(folder) if row["step"] <= step]
         earlier = self.rows or read_metrics(folder / PHASE1)
-        self.seconds_before = float(earlier[-1].get("seconds", 0.0)) if earlier else 0.0  # by earlier calls and phases
+        self.seconds_before = float(earlier[-1].get("seconds", 0.0)) if earlier else 0.0  # by phases and epochs before
         self._write()
         self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
 

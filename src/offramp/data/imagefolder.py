@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from offramp.data.augment import normalise
 from offramp.data.dataset import Batch, Dataset, Shuffle, digest
 from offramp.data.splits import hold_out, hold_out_share
-from offramp.images import SUFFIXES, Preprocessing, UnreadableImage, read_image
+from offramp.images import SUFFIXES, Preprocessing, UnreadableImage, image_files, read_image
 from offramp.seeds import mix
 
 log = logging.getLogger("offramp")
@@ -104,7 +104,7 @@ def _list_files(root: Path, names: tuple[str, ...]) -> FileSplit:
     paths: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(names):
-        found = sorted(p for p in (root / name).rglob("*") if p.suffix.lower() in SUFFIXES)
+        found = image_files(root / name)
         if not found:
             raise ValueError(f"{root / name} holds no images ({', '.join(sorted(SUFFIXES))})")
         paths += found

@@ -51,7 +51,10 @@ def list_models() -> list[str]:
 def model_entry(name: str) -> ModelEntry:
     """The registry's entry for `name`."""
     if name not in _entries and name in pretrained_names():
-        raise ValueError(f"{name} comes trained; in Python: create_model({name!r}, pretrained=True)")
+        raise ValueError(
+            f"{name} comes trained; in Python: create_model({name!r}, pretrained=True); "
+            "offramp models lists those that are built without weights"
+        )
     if name not in _entries:
         raise ValueError(f"{unknown('model', name, list_models())}. One of your own: offramp --import MODULE ...")
     return _entries[name]
@@ -93,10 +96,14 @@ def _trained(name: str, num_classes: int | None, overrides: dict[str, Any]) -> E
         raise ValueError("no network comes trained with this version of offramp")
     if name not in pretrained_names():
         raise ValueError(unknown("pretrained network", name, pretrained_names()))
-    if num_classes is not None or overrides:
-        raise ValueError(f"{name} is trained as it is; without pretrained=True it can be built in other ways")
     folder = bundle_folder(name)
-    return bundled_model(folder, checked(folder)[1])
+    card = checked(folder)[1]
+    if num_classes not in (None, len(card.classes)) or overrides:
+        raise ValueError(
+            f"{name} is trained as it is, for {len(card.classes)} classes; in other ways the network is built without "
+            f"its weights: create_model({card.model.get('name')!r}, ...)"
+        )
+    return bundled_model(folder, card)
 
 
 def override_names(name: str) -> list[str] | None:

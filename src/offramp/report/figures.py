@@ -242,9 +242,11 @@ def _training(
         for epochs, line in logs if len(logs) > 1 else []:
             axes.plot(epochs, line, color=group.colour, linewidth=0.7, alpha=0.45)
         if len({tuple(epochs) for epochs, _ in logs}) == 1 and logs[0][0]:
-            axes.plot(logs[0][0], np.mean([v for _, v in logs], 0), color=group.colour, label=group.label)
+            mark = "o" if len(logs[0][0]) == 1 else None  # of one point there is no line
+            axes.plot(logs[0][0], np.mean([v for _, v in logs], 0), marker=mark, color=group.colour, label=group.label)
     axes.set_title(title)
     axes.set_xlabel("epoch")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlim(min(axes.get_xlim()[0], 0.5), max(axes.get_xlim()[1], 1.5))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     if axes.get_legend_handles_labels()[0]:
         _legend(axes, "best")

@@ -222,7 +222,7 @@ def paper_top1(config: RunConfig) -> tuple[float, ...] | None:
         return None
     recipe = load_recipe(config.recipe)
     own, used = (
-        (c.model.name, c.model.overrides, c.data.name, method_label(c))
+        (c.model.name, c.model.overrides, c.data.name, c.data.imbalance, method_label(c))
         for c in (decisive(recipe.config), decisive(config))
     )
     return recipe.paper_top1 if own == used else None

@@ -13,11 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from offramp.choices import unknown
 from offramp.report.gather import by_configuration
 from offramp.results.store import StoredRun, read_stored, stored_runs
 from offramp.runs import CONFIG
 
 SECTION = "section.toml"
+KEYS = {"title", "text", "split", "budgets", "beside", "ratios"}
 Groups = list[list[StoredRun]]
 
 
@@ -60,11 +62,13 @@ def read_section(folder: Path) -> Section:
     try:
         about = tomllib.loads(path.read_text(encoding="utf-8"))
         title, text = str(about["title"]), str(about["text"]).strip()
-        budgets = tuple(1e6 * float(b) for b in about.get("budgets", ()))
+        budgets = _budgets(about.get("budgets", []))
         ratios = {str(order): float(ratio) for order, ratio in about.get("ratios", {}).items()}
         beside = _patterns(about.get("beside", []))
     except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
+    for key in about.keys() - KEYS:
+        raise ValueError(f"{path}: {unknown('key', key, sorted(KEYS))}")
     split = about.get("split", "test")
     if split not in ("test", "calibration"):
         raise ValueError(f"{path}: split must be test or calibration, got {split!r}")
@@ -72,6 +76,12 @@ def read_section(folder: Path) -> Section:
     found = cast(Groups, by_configuration(cast(Any, runs)))
     found.sort(key=_place)
     return Section(folder, title, text, split, budgets, ratios, found)
+
+
+def _budgets(given: Any) -> tuple[float, ...]:
+    if not (isinstance(given, list) and all(isinstance(b, (int, float)) for b in given)):
+        raise ValueError(f"budgets must list millions of mul-adds such as 8 or 25, got {given!r}")
+    return tuple(1e6 * b for b in given)
 
 
 def _patterns(given: Any) -> list[str]:

@@ -5,7 +5,7 @@ Weights, logits and where the data lay stay behind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -90,6 +90,20 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def refuse_twins(runs: Iterable[Path]) -> None:
+    """Raise if two of these would be kept under one name: the second would replace the first."""
+    known: dict[str, Path] = {}
+    for run in runs:
+        name = stored_name(_without_place(read_config(run)))
+        if name in known:
+            raise ValueError(f"{known[name]} and {run} have the same recipe, settings and seed; keep one of them")
+        known[name] = run
+
+
+def _without_place(config: RunConfig) -> RunConfig:
+    return replace(config, data=replace(config.data, dir=None))
+
+
 def keep_run(run: Path, into: Path, *, log_only: bool = False) -> Path:
     """Keep an evaluated run in a folder of its own below `into`; an earlier one of the same name is replaced.
 
@@ -98,8 +112,8 @@ def keep_run(run: Path, into: Path, *, log_only: bool = False) -> Path:
     data = None if log_only else read_run(run)  # first, so that a run that cannot be read leaves nothing behind
     log, config = read_metrics(run), read_config(run)
     if not log or log[-1]["epoch"] < config.train.epochs:
-        raise ValueError(f"{run} has not finished training; go on with --resume")
-    config = replace(config, data=replace(config.data, dir=None))
+        raise ValueError(f"{run} has not finished training; go on with its command and --resume")
+    config = _without_place(config)
     target = into / stored_name(config)
     if (target / CONFIG).is_file() and decisive(read_config(target)) != decisive(config):
         raise ValueError(f"{target} holds a run with other settings; keep this one in another folder")

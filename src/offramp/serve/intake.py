@@ -77,8 +77,8 @@ def decode(bundle: Bundle, images: Sequence[bytes]) -> np.ndarray:
 
 def _decode(bundle: Bundle, image: bytes, number: int) -> np.ndarray:
     try:
-        return bundle.prepare([image])
+        return bundle.prepare([image], first=number)
     except UnreadableImage as error:
-        raise HTTPException(415, f"image {number} cannot be read: {error}") from error
+        raise HTTPException(415, str(error)) from error
     except (MemoryError, ValueError, OSError) as error:
         raise HTTPException(415, f"image {number} cannot be prepared") from error

@@ -44,11 +44,23 @@ def run_app(app: FastAPI, host: str = "127.0.0.1", port: int = 8000) -> None:
     with listen(host, port) as listening:
         number = listening.getsockname()[1]
         place = f"[{host}]" if ":" in host else host
-        console.print(f"serving on http://{place}:{number} (Ctrl-C stops)", highlight=False, soft_wrap=True)
+        server = Server(server_config(app), f"serving on http://{place}:{number} (Ctrl-C stops)")
         logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it would log every malformed form
-        with _signals_stay_here():
-            uvicorn.Server(server_config(app)).run([listening])
+        with _signals_stay_here(server):
+            server.run([listening])
     console.print("stopped")
+
+
+class Server(uvicorn.Server):
+    """uvicorn that says that it is `ready` when it is: answers come, and signals reach it."""
+
+    def __init__(self, config: uvicorn.Config, ready: str) -> None:
+        super().__init__(config)
+        self.ready = ready
+
+    async def main_loop(self) -> None:
+        console.print(self.ready, highlight=False, soft_wrap=True)
+        await super().main_loop()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -84,13 +96,16 @@ def server_config(app: FastAPI) -> uvicorn.Config:
 
 
 @contextmanager
-def _signals_stay_here() -> Iterator[None]:
-    """uvicorn raises the signal that stopped it once more at its end; here a drained server has ended well."""
+def _signals_stay_here(server: Server) -> Iterator[None]:
+    """uvicorn listens to signals while it runs and raises the one that stopped it once more at its end.
 
-    def ignore(signum: int, frame: Any) -> None:
-        pass
+    Here one that comes before counts, and a drained server has ended well.
+    """
 
-    before = {s: signal.signal(s, ignore) for s in (signal.SIGINT, signal.SIGTERM)}
+    def stop(signum: int, frame: Any) -> None:
+        server.should_exit = True
+
+    before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
