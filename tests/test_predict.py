@@ -36,10 +36,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_hidden_files_of_a_folder_are_no_images(folder: Path) -> None:
-    (folder / "._0.png").write_bytes(b"what macOS leaves")
-    (folder / "a.png").mkdir()
-    assert not any(Path(path).name in ("._0.png", "a.png") for path in expand([str(folder)]))
+def test_hidden_files_and_folders_are_no_images(tmp_path: Path) -> None:
+    for name in ("b.PNG", "._b.PNG", "a.jpg", "notes.txt"):
+        (tmp_path / name).write_bytes(b"only names count here")
+    (tmp_path / "folder.png").mkdir()
+    assert expand([str(tmp_path)]) == [str(tmp_path / "a.jpg"), str(tmp_path / "b.PNG")]
 
 
 def test_paths_are_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from offramp.data import load_dataset
 from offramp.recipe import load_recipe
 from offramp.report.figures import marks_of_accuracy
 from offramp.report.gather import Group, paper_top1
-from offramp.results.claim import Difference, all_else, differences, shared_seeds, verdict
+from offramp.results.claim import Difference, all_else, differences, held_out, one_change, shared_seeds, verdict
 from offramp.results.names import apart, command, label
 from offramp.results.page import write_page
 from offramp.results.price import baseline_epochs
@@ -68,6 +68,49 @@ def test_differences_are_by_seed_and_by_hand(results: Path) -> None:
     assert found["exit 1"].decides and not found["exit 2"].decides
     assert differences(before, after[1:], BUDGETS)[0].points == pytest.approx([found["exit 1"].points[1]])
     assert differences(before[:1], after[1:], BUDGETS) == []
+
+
+def test_differences_on_held_out_images_are_by_seed_and_by_hand(results: Path, tmp_path: Path) -> None:
+    """Of conventional training, and of settings that differ in one thing; seeds without the split do not count."""
+    for run, gain in zip(sorted(results.glob("1-main/digits-learned*")), (0.01, 0.03), strict=True):
+        other = run.with_name(run.name.replace("-seed", "-interval=4-seed"))
+        shutil.copytree(run, other)
+        table = json.loads((other / "config.json").read_text())
+        table["weighting"]["interval"] = 4
+        (other / "config.json").write_text(json.dumps(table))
+        rows = [json.loads(line) for line in (other / "metrics.jsonl").read_text().splitlines()]
+        rows[-1]["calibration_top1"] = [top1 + gain * k for k, top1 in enumerate(rows[-1]["calibration_top1"])]
+        (other / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    every = stored_runs(results)
+    before, after = ([r for r in every if r.config.weighting.interval == at] for at in (1, 4))
+    before = [r for r in before if r.config.weighting.name == "learned"]
+    found = held_out(before, after)
+    assert [d.what for d in found] == ["exit 1", "exit 2", "exit 3", "mean"]
+    assert [d.points for d in found] == [pytest.approx([k * 1.0, k * 3.0]) for k in (0, 1, 2, 1)]
+    assert [(a[0], b[0], key) for a, b, key in one_change([before, after])] == [(before[0], after[0], "interval")]
+    assert held_out(before[:1], after[1:]) == []
+    text = write_page(results, tmp_path / "page.md").read_text()
+    assert "interval=4 minus interval=1 | 2 | +0.00 ± 0.00 | +2.00 ± 1.00 | +4.00 ± 2.00 | +2.00 ± 1.00 |" in text
+    assert text.count("calibration=400 minus baseline | 2 |") == 1  # the setting that was not changed
+    for log in results.glob("1-main/digits-learned*interval=4*/metrics.jsonl"):
+        log.write_text(re.sub(r'"calibration_top1": \[[^]]*\]', '"calibration_top1": null', log.read_text()))
+    assert "minus interval=1" not in write_page(results, tmp_path / "page.md").read_text()
+
+
+def test_a_budget_that_is_only_shown_does_not_decide(results: Path, tmp_path: Path) -> None:
+    one, other = (next(results.glob(f"1-main/{recipe}*seed=1/curves.json")) for recipe in ("*baseline", "*learned"))
+    swapped = one.read_text(), other.read_text()
+    one.write_text(swapped[1])
+    other.write_text(swapped[0])  # under budgets one seed gains and the other loses
+
+    def page(budgets: str) -> tuple[list[str], bool]:
+        (results / "1-main/section.toml").write_text(ABOUT.replace("budgets = [2, 4]", budgets))
+        text = write_page(results, tmp_path / "page.md").read_text()
+        return re.findall("^- learned.*", text, re.M), "| 2.00M |" in text
+
+    plain, shown, decides = map(page, ("", "shown = [2]", "budgets = [2]"))
+    assert (plain[1], shown[1], decides[1]) == (False, True, True)
+    assert shown[0] == plain[0] != decides[0] and "2.00M (" in decides[0][0]
 
 
 @pytest.mark.parametrize(
@@ -399,6 +442,7 @@ def test_mistakes_are_sentences(results: Path, tmp_path: Path) -> None:
         ("split must be test or calibration", ABOUT + "split = 'train'\n"),
         ("key 'besides' is unknown; did you mean 'beside'", ABOUT + "besides = []\n"),
         ("budgets must list millions of mul-adds", ABOUT.replace("[2, 4]", "'2'")),
+        ("shown must list millions of mul-adds", ABOUT + "shown = 3\n"),
     ):
         (results / "2-other/section.toml").write_text(text)
         with pytest.raises(ValueError, match=words):

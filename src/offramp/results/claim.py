@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.config import RunConfig, decisive
+from offramp.config import RunConfig, WeightingConfig, decisive
 from offramp.console import millions
 from offramp.results.store import StoredRun
 
@@ -52,6 +52,35 @@ def pairs(groups: Sequence[Sequence[StoredRun]]) -> list[tuple[Sequence[StoredRu
         if before[0].config.weighting.name == "uniform"
         and after[0].config.weighting.name != "uniform"
         and all_else(before[0].config) == all_else(after[0].config)
+    ]
+
+
+def one_change(groups: Sequence[Sequence[StoredRun]]) -> list[tuple[Sequence[StoredRun], Sequence[StoredRun], str]]:
+    """Learned weights in two settings that differ in one thing, which the first has as in the paper, and its name."""
+    learned = [group for group in groups if group[0].config.weighting.name == "learned"]
+    usual = vars(WeightingConfig("learned"))
+    found = []
+    for before in learned:
+        for after in learned:
+            first, second = (vars(group[0].config.weighting) for group in (before, after))
+            changed = [key for key in first if first[key] != second[key]]
+            same = all_else(before[0].config) == all_else(after[0].config)
+            if same and len(changed) == 1 and first[changed[0]] == usual[changed[0]]:
+                found.append((before, after, changed[0]))
+    return found
+
+
+def held_out(before: Sequence[StoredRun], after: Sequence[StoredRun]) -> list[Difference]:
+    """At every exit, and in the mean over exits, on the calibration split, for each seed that has both."""
+    first, second = ({run.config.seed: run.calibration_top1 for run in runs} for runs in (before, after))
+    both = [(first[seed], second[seed]) for seed in shared_seeds(before, after)]
+    gains = [100 * np.subtract(b, a) for a, b in both if a and b]
+    if not gains:
+        return []
+    names = [*(f"exit {k + 1}" for k in range(len(gains[0]))), "mean"]
+    return [
+        Difference(what, tuple(map(float, points)), decides=False)
+        for what, points in zip(names, np.transpose([[*gain, gain.mean()] for gain in gains]), strict=True)
     ]
 
 

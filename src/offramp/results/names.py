@@ -23,7 +23,7 @@ def label(group: Sequence[StoredRun]) -> str:
     changes |= {key: value for key, value in vars(first.config.weighting).items() if value != usual[key]}
     if FROM_RUN not in first.changes:  # the recipe's own
         changes.pop("from_run", None)
-    changed = [f"{short(key)}={_word(value)}" for key, value in sorted(changes.items()) if key != "train.epochs"]
+    changed = [f"{short(key)}={word(value)}" for key, value in sorted(changes.items()) if key != "train.epochs"]
     name = f"{method_label(first.config)}, {first.config.model.name}"
     return ", ".join([name, *changed])
 
@@ -35,9 +35,10 @@ def apart(groups: Groups) -> list[str]:
     return [", ".join([method, *(part for part in rest if part not in shared)]) for method, *rest in parts]
 
 
-def _word(value: Any) -> str:
+def word(value: Any) -> str:
+    """A value as it is typed."""
     if isinstance(value, list):
-        return f"[{','.join(map(_word, value))}]"
+        return f"[{','.join(map(word, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -49,7 +50,7 @@ def command(group: Sequence[StoredRun]) -> str:
     """The one command that trains a group again."""
     first = group[0]
     frozen = {} if first.config.weighting.from_run is None else {FROM_RUN: "RUN"}  # it lies where its user put it
-    changes = (f"{key}={_word(value)}" for key, value in sorted({**first.changes, **frozen}.items()))
+    changes = (f"{key}={word(value)}" for key, value in sorted({**first.changes, **frozen}.items()))
     settings = "".join(f" --set {shlex.quote(change)}" for change in changes)
     seeds = ",".join(str(run.config.seed) for run in group)
     data = "" if first.config.data.name == "digits" else " --data-dir DATA"

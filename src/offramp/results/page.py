@@ -17,7 +17,7 @@ from offramp.results.claim import pairs
 from offramp.results.names import apart, command, epochs, label
 from offramp.results.section import Section, read_section
 from offramp.results.store import StoredRun
-from offramp.results.tables import anytime, at_a_glance, budgeted, last_epoch, paired, tuned
+from offramp.results.tables import anytime, at_a_glance, budgeted, held_out_paired, last_epoch, paired, tuned
 from offramp.tables import to_markdown
 
 
@@ -59,10 +59,11 @@ def _section(section: Section, out: Path) -> str:
     else:
         parts.append(_picture(section, out))
         parts.append(anytime(section.tested))
-        parts.append(budgeted(section.tested, section.budgets))
+        parts.append(budgeted(section.tested, section.every_budget))
         parts.append(paired(section))
         if len(pairs(section.groups)) > 1:  # what the choice between settings may look at
             parts.append(tuned(section))
+        parts.append(held_out_paired(section))
         parts.append(last_epoch(section.groups))
         parts += [_movement(group, section.name, at, out) for at, group in enumerate(section.own, 1)]
     parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.own))

@@ -1,8 +1,9 @@
 """A section of the results page: a folder of kept runs and what its `section.toml` says of them.
 
-That is its title, its text, the split its numbers come from (`test`, or `calibration` for what was tuned), its budgets
-in millions of mul-adds, `beside`, patterns of run folders in other sections to compare with, and under `[ratios]` what
-a step with learned weights costs beside a conventional one, for each order (see price.py).
+That is its title, its text, the split its numbers come from (`test`, or `calibration` for what was tuned), its
+`budgets` in millions of mul-adds and those that are `shown` besides, which the claim is not put to; `beside`, patterns
+of run folders in other sections to compare with, and under `[ratios]` what a step with learned weights costs beside a
+conventional one, for each order (see price.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from offramp.results.store import StoredRun, read_stored, stored_runs
 from offramp.runs import CONFIG
 
 SECTION = "section.toml"
-KEYS = {"title", "text", "split", "budgets", "beside", "ratios"}
+KEYS = {"title", "text", "split", "budgets", "shown", "beside", "ratios"}
 Groups = list[list[StoredRun]]
 
 
@@ -32,12 +33,17 @@ class Section:
     text: str
     split: str
     budgets: tuple[float, ...]
+    shown: tuple[float, ...]
     ratios: dict[str, float]
     groups: Groups
 
     @property
     def name(self) -> str:
         return self.folder.name
+
+    @property
+    def every_budget(self) -> list[float]:
+        return sorted({*self.budgets, *self.shown})
 
     @property
     def own(self) -> Groups:
@@ -62,12 +68,12 @@ def read_section(folder: Path) -> Section:
     try:
         about = tomllib.loads(path.read_text(encoding="utf-8"))
         title, text = str(about["title"]), str(about["text"]).strip()
-        budgets = _budgets(about.get("budgets", []))
+        budgets, shown = (_budgets(about.get(key, []), key) for key in ("budgets", "shown"))
         ratios = {str(order): float(ratio) for order, ratio in about.get("ratios", {}).items()}
         beside = _patterns(about.get("beside", []))
     except (tomllib.TOMLDecodeError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} cannot be used: {error}") from error
-    for key in about.keys() - KEYS:
+    for key in sorted(about.keys() - KEYS):
         raise ValueError(f"{path}: {unknown('key', key, sorted(KEYS))}")
     split = about.get("split", "test")
     if split not in ("test", "calibration"):
@@ -75,12 +81,12 @@ def read_section(folder: Path) -> Section:
     runs = stored_runs(folder) + [run for pattern in beside for run in _matching(folder.parent, pattern)]
     found = cast(Groups, by_configuration(cast(Any, runs)))
     found.sort(key=_place)
-    return Section(folder, title, text, split, budgets, ratios, found)
+    return Section(folder, title, text, split, budgets, shown, ratios, found)
 
 
-def _budgets(given: Any) -> tuple[float, ...]:
+def _budgets(given: Any, key: str) -> tuple[float, ...]:
     if not (isinstance(given, list) and all(isinstance(b, (int, float)) for b in given)):
-        raise ValueError(f"budgets must list millions of mul-adds such as 8 or 25, got {given!r}")
+        raise ValueError(f"{key} must list millions of mul-adds such as 8 or 25, got {given!r}")
     return tuple(1e6 * b for b in given)
 
 

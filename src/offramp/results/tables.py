@@ -9,8 +9,17 @@ import numpy as np
 from offramp.console import millions
 from offramp.recipe import load_recipe
 from offramp.report.gather import method_label, paper_top1
-from offramp.results.claim import Difference, all_else, differences, pairs, shared_seeds, verdict
-from offramp.results.names import epochs, label
+from offramp.results.claim import (
+    Difference,
+    all_else,
+    differences,
+    held_out,
+    one_change,
+    pairs,
+    shared_seeds,
+    verdict,
+)
+from offramp.results.names import epochs, label, word
 from offramp.results.price import baseline_epochs
 from offramp.results.section import Groups, Section
 from offramp.results.store import OF_WEIGHTS, StoredRun
@@ -79,7 +88,7 @@ def _compared(section: Section) -> list[tuple[Sequence[StoredRun], Sequence[Stor
     return [
         (before, after, found)
         for before, after in pairs(section.tested)
-        if any(map(section.owns, after)) and (found := differences(before, after, section.budgets))
+        if any(map(section.owns, after)) and (found := differences(before, after, section.every_budget))
     ]
 
 
@@ -93,6 +102,27 @@ def paired(section: Section) -> str:
     learned = [(after, found) for _, after, found in compared if after[0].config.weighting.name == "learned"]
     verdicts = "".join(f"- {label(after)}: {_verdict(after, found, section)}\n" for after, found in learned)
     return "\n".join(part for part in (to_markdown(["paired by seed", *columns], rows), verdicts) if part)
+
+
+def held_out_paired(section: Section) -> str:
+    """What weightings bring on the calibration split, and what one change of the learned ones brings, if seeds tell."""
+    compared = [
+        (before, after, method_label(before[0].config))
+        for before, after in pairs(section.groups)
+        if any(map(section.owns, after))
+    ]
+    compared += [
+        (before, after, f"{key}={word(vars(before[0].config.weighting)[key])}")
+        for before, after, key in one_change(section.groups)
+        if any(map(section.owns, [*before, *after])) and len(shared_seeds(before, after)) > 1
+    ]
+    rows = []
+    for before, after, name in compared:
+        if found := held_out(before, after):
+            rows.append([f"{label(after)} minus {name}", str(len(found[0].points)), *map(str, found)])
+    width = max(map(len, rows), default=0)
+    columns = ["paired by seed, calibration split", "seeds", *_numbers(width - 3), "mean"]
+    return to_markdown(columns, rows) if rows else ""
 
 
 def _difference_rows(
@@ -113,6 +143,7 @@ def _difference_rows(
 
 
 def _verdict(after: Sequence[StoredRun], found: Sequence[Difference], section: Section) -> str:
+    found = [d for d in found if d.what not in map(millions, section.shown)]
     last = next(d for d in reversed(found) if d.what.startswith("exit"))
     spent = baseline_epochs(after[0].config, section.ratios)
     if spent is None:
