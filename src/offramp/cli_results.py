@@ -37,9 +37,13 @@ def page_command(
 ) -> None:
     """Write the page from what is kept: tables, differences, pictures, and the commands to repeat each run.
 
-    A section.toml has a title and a text; it may have budgets in millions of mul-adds, more of them that are only
-    shown, split = "calibration" for what was tuned, beside = ["1-main/*-seed=0"] to show runs of other sections too,
-    and a table ratios for what training costs.
+    A section.toml has a title and a text. It may have:
+
+    budgets = [8, 25] in millions of mul-adds, and shown = [30], more of them that the claim is not put to;
+
+    split = "calibration" for what was tuned; beside = ["1-main/*-seed=0"] to show runs of other sections too;
+
+    a table named ratios for what training costs.
     """
     from offramp.results.page import write_page
 
