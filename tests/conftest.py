@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,32 +12,15 @@ import pytest
 import torch
 from PIL import Image
 
-from browser import CHROMIUM
-from offramp.cli import main
-from offramp.config import RunConfig, with_settings
-from offramp.recipe import load_recipe
+from helpers.browser import CHROMIUM
+from helpers.runs import SMALL_RUN
+from offramp.runs.config import RunConfig, with_settings
+from offramp.runs.recipe import load_recipe
+
+pytest_plugins = ["helpers.bundles"]
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels are read as Python; Triton must know before it is first imported
-
-SMALL_NET = "model.overrides={blocks=[1, 1], base_width=4, growth=4, head_width=8}"
-SMALL_RUN = (
-    SMALL_NET,
-    "data.train=256",
-    "data.calibration=40",
-    "data.test=60",
-    "train.epochs=3",
-    "train.batch=64",
-    "train.save_seconds=0",
-)
-
-
-def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    """Run the command line in this process; the exit code."""
-    monkeypatch.setattr(sys, "argv", ["offramp", *map(str, words)])
-    with pytest.raises(SystemExit) as left:
-        main()
-    return int(left.value.code or 0)
 
 
 @pytest.fixture

@@ -11,26 +11,26 @@ import pytest
 import torch
 
 from offramp import create_model, evaluate_run
-from offramp.build import new_method, new_model, new_optimizer
-from offramp.capture import Stepper
-from offramp.config import RunConfig
+from offramp.common.device import exact_float32
+from offramp.common.signals import Stopped
 from offramp.data import load_dataset
-from offramp.device import exact_float32
-from offramp.loop import set_rates
-from offramp.meta import Criterion
 from offramp.models.collaboration import CollaborativeNet, WithTeacher
 from offramp.models.layers import use_kernels
 from offramp.models.store import read_tensors
 from offramp.models.tape import Tape
-from offramp.objectives.imta import OneForAll
-from offramp.objectives.losses import exit_losses
-from offramp.objectives.weighting import UniformWeighting
-from offramp.runs import read_metrics
-from offramp.step import Method, iterate
-from offramp.stopping import Stopped
-from offramp.tally import Tally
-from offramp.train import train_run, train_runs, training
-from offramp.world import World
+from offramp.runs.config import RunConfig
+from offramp.runs.folder import read_metrics
+from offramp.training.build import new_method, new_model, new_optimizer
+from offramp.training.cuda_graph import Stepper
+from offramp.training.loop import set_rates
+from offramp.training.meta_gradient import Criterion
+from offramp.training.objectives.imta import OneForAll
+from offramp.training.objectives.losses import exit_losses
+from offramp.training.processes import World
+from offramp.training.step import Method, iterate
+from offramp.training.tally import Tally
+from offramp.training.train import train_run, train_runs, training
+from offramp.training.weighting import UniformWeighting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -200,11 +200,11 @@ def test_training_on_the_gpu_learns_and_evaluates_as_the_cpu_does(
 
 def test_captured_stages_answer_as_plain_ones_do() -> None:
     """CUDA graphs per stage and batch size give what the CPU gives, whatever the batch, alone and pooled."""
-    from offramp.engines.torch_engine import TorchEngine
+    from offramp.measuring.policy import Policy
     from offramp.models.fold import folded
-    from offramp.policy import Policy
-    from offramp.pool import Pool, Ticket
-    from offramp.runtime import Runtime
+    from offramp.running.engines.torch_engine import TorchEngine
+    from offramp.running.pool import Pool, Ticket
+    from offramp.running.runtime import Runtime
 
     torch.manual_seed(0)
     model = folded(create_model("msdnet5", num_classes=10).eval())
@@ -242,7 +242,7 @@ def test_captured_stages_answer_as_plain_ones_do() -> None:
 
 def test_images_on_their_way_may_be_written_to() -> None:
     """The rooms of pinned memory take turns, and none is filled while a copy still reads it."""
-    from offramp.engines.staging import ROOMS, Staging
+    from offramp.running.engines.staging import ROOMS, Staging
 
     staging, busy = Staging(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
     for elements in (1 << 20, 1 << 19, 10, 3 << 20):

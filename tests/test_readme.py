@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from conftest import SMALL_RUN
+from helpers.runs import SMALL_RUN
 from offramp.cli import main
-from offramp.config import RunConfig
+from offramp.runs.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import offramp
-from offramp.serve.bench import running
+from offramp.bench.serve import running
 
 SAVED = Path(__file__).parent / "fixtures" / "0.1"
 

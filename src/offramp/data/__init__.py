@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from offramp.choices import unknown
+from offramp.common.names import unknown
 from offramp.data.cifar import load_cifar
 from offramp.data.dataset import SPLITS, ArrayDataset, Batch, Dataset, Split
 from offramp.data.digits import load_digits

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from offramp.common.images import Preprocessing
+from offramp.common.seeds import generator, mix
 from offramp.data.augment import Augmentation, normalise
-from offramp.images import Preprocessing
-from offramp.seeds import generator, mix
 
 SPLITS = ("train", "calibration", "test")
 

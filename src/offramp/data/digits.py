@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offramp.common.seeds import generator
 from offramp.data.augment import Augmentation
 from offramp.data.dataset import ArrayDataset, Split
 from offramp.data.splits import hold_out
-from offramp.seeds import generator
 
 SIZE = 32
 CLUTTER = 4  # at most so many pieces of other digits

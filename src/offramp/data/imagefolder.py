@@ -23,11 +23,11 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from offramp.common.images import SUFFIXES, Preprocessing, UnreadableImage, image_files, read_image
+from offramp.common.seeds import mix
 from offramp.data.augment import normalise
 from offramp.data.dataset import Batch, Dataset, Shuffle, digest
 from offramp.data.splits import hold_out, hold_out_share
-from offramp.images import SUFFIXES, Preprocessing, UnreadableImage, image_files, read_image
-from offramp.seeds import mix
 
 log = logging.getLogger("offramp")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from offramp.seeds import mix
+from offramp.common.seeds import mix
 
 
 def hold_out(labels: np.ndarray, count: int, seed: int, what: str) -> tuple[np.ndarray, np.ndarray]:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from offramp.choices import unknown
+from offramp.common.names import unknown
+from offramp.common.pretrained import bundle_folder, pretrained_names
 from offramp.models.collaboration import CollaborativeNet
 from offramp.models.exits import ExitNet, ModelSpec
 from offramp.models.msdnet import msdnet
 from offramp.models.ranet import ranet
-from offramp.pretrained import bundle_folder, pretrained_names
 
 Builder = Callable[..., ExitNet]
 
@@ -90,7 +90,7 @@ def create_model(name: str, num_classes: int | None = None, *, pretrained: bool 
 
 
 def _trained(name: str, num_classes: int | None, overrides: dict[str, Any]) -> ExitNet:
-    from offramp.bundle import bundled_model, checked
+    from offramp.running.bundle import bundled_model, checked
 
     if not pretrained_names():
         raise ValueError("no network comes trained with this version of offramp")

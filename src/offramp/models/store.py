@@ -14,7 +14,7 @@ from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save as to_safetensors
 from torch import Tensor, contiguous_format
 
-from offramp.files import read_json, write_bytes, write_json
+from offramp.common.files import read_json, write_bytes, write_json
 from offramp.models.exits import ExitNet, ModelSpec
 from offramp.models.registry import create_model
 

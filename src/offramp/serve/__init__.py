@@ -1,6 +1,6 @@
 """A bundle behind HTTP: `serve` runs a server, `create_app` makes the application for a server of one's own.
 
-Needs the extra `serve`; `offramp.serve.load` tests a running server.
+Needs the extra `serve`; `offramp.bench.load` tests a running server.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from offramp.bundle import Bundle
-from offramp.pool import Left
+from offramp.running.bundle import Bundle
+from offramp.running.pool import Left
 from offramp.serve.forms import JsonRequest, Limits
 from offramp.serve.service import Answers
 

@@ -15,8 +15,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from offramp import __version__
-from offramp.bundle import Bundle
-from offramp.policy import Policy
+from offramp.measuring.policy import Policy
+from offramp.running.bundle import Bundle
 from offramp.serve.answers import REQUEST_BODY, Answer, answer
 from offramp.serve.config import ServeConfig
 from offramp.serve.forms import Limits, first_sentence

@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager
 import numpy as np
 from fastapi import HTTPException, Request
 
-from offramp.bundle import Bundle
-from offramp.images import UnreadableImage
+from offramp.common.images import UnreadableImage
+from offramp.running.bundle import Bundle
 
 FULL = "the server is full; try again later"
 RETRY_S = 1  # after which a full server is worth another try

@@ -10,8 +10,8 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from offramp.bundle import Bundle
-from offramp.console import millions
+from offramp.common.console import millions
+from offramp.running.bundle import Bundle
 from offramp.serve.service import Service
 
 

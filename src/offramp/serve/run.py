@@ -14,9 +14,9 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI
 
-from offramp.bundle import load_bundle
-from offramp.console import console
-from offramp.runtime import warm
+from offramp.common.console import console
+from offramp.running.bundle import load_bundle
+from offramp.running.runtime import warm
 from offramp.serve.app import create_app
 from offramp.serve.config import ServeConfig
 

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 from fastapi import HTTPException, Request
 
-from offramp.bundle import Bundle
-from offramp.policy import Policy
-from offramp.pool import Left, Pool, Ticket
+from offramp.measuring.policy import Policy
+from offramp.running.bundle import Bundle
+from offramp.running.pool import Left, Pool, Ticket
 from offramp.serve.clients import Bucket, Clients, client_name
 from offramp.serve.config import ServeConfig
 from offramp.serve.forms import Form, Limits, parse

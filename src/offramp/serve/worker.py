@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.pool import Left, Pool, Ticket
+from offramp.running.pool import Left, Pool, Ticket
 
 STOP_S = 30.0  # for the images inside, once no more come
 

@@ -1,0 +1,1 @@
+"""What training, leaving early and serving take on this machine."""

@@ -1,0 +1,109 @@
+"""The verbs of `offramp bench`: what training, leaving early and serving take on this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from offramp.cli.options import AsJson, BundlePath, Device, numbers, say
+from offramp.common.console import print_table
+
+bench = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
+
+
+@bench.command("train")
+def bench_train_command(
+    model: Annotated[str, typer.Option(help="A model's name.")] = "msdnet5",
+    batch: Annotated[int, typer.Option(help="Loader batch: two updates of half of it.")] = 64,
+    device: Device = "auto",
+    precision: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed rounds; the median counts.")] = 7,
+    only: Annotated[str, typer.Option(help="Only steps with this in their name, beside the baseline.")] = "",
+    way: Annotated[str | None, typer.Option(help="Only this way: eager, graph or fast.")] = None,
+    where: Annotated[
+        bool, typer.Option(help="Instead: where the time of one step goes: a learned one, or the last of --only.")
+    ] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Time a training step with learned weights, by each engine, beside conventional training, and IMTA's second phase.
+
+    On a GPU each is run eagerly, as a CUDA graph, and as one with offramp's own kernels (fast).
+    """
+    from offramp.bench.train import asked_rows, asked_ways, bench_train, floor_line, where_time_goes
+    from offramp.common.device import device_name, pick_device
+
+    chosen = pick_device(device)
+    place = device_name(chosen)
+    if where:
+        step, way = asked_rows(model, only or "forward_mode")[-1], asked_ways(chosen, way)[-1]
+        spent = where_time_goes(step, way, model, batch, device, precision)
+        if as_json:
+            about = {"model": model, "batch": batch, "device": place, "step": step, "way": way}
+            print(json.dumps({**about, "spent": spent}))
+            return
+        cells = [[name, f"{calls:,.0f}", f"{ms:,.2f}"] for name, calls, ms in spent[:25]]
+        print_table(f"{step}: {model}, loader batch {batch}, {place}, {way}", ["what", "calls", "ms"], cells)
+        return
+    rows = bench_train(model, batch, device, precision, repeats, only, way, silent=as_json)
+    floor = floor_line(model, batch, device, precision)
+    if as_json:
+        found = {"model": model, "batch": batch, "device": place, "rows": [r.to_json() for r in rows], "floor": floor}
+        print(json.dumps(found))
+        return
+    cells = [
+        [r.name, r.way, f"{r.milliseconds:,.1f}", f"{r.images_per_s:,.0f}", f"{r.peak_mb:,.0f}", f"{r.ratio:.2f}"]
+        for r in rows
+    ]
+    title = f"{model}, loader batch {batch}, {place}"
+    print_table(title, ["step", "way", "ms", "images/s", "peak MB", "ratio"], cells, whole=True)
+    say(floor)
+
+
+@bench.command("infer")
+def bench_infer_command(
+    source: Annotated[str, typer.Argument(help="A bundle, or a model's name (fresh params).")],
+    batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,64,256",
+    q: Annotated[str, typer.Option(help="The shares of exits, by the paper's q.")] = "0.5,0.75",
+    engine: Annotated[str | None, typer.Option(help="For a model: torch (as it is) or onnx.")] = None,
+    device: Device = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed calls of each kind.")] = 10,
+    as_json: AsJson = False,
+) -> None:
+    """Time leaving early against the whole network and against the ideal.
+
+    The JSON holds stage_ms, which `offramp calibrate --budget-ms --times` reads.
+    """
+    from offramp.bench.infer import bench_table, infer_report
+
+    found = infer_report(source, numbers(batch, int), numbers(q, float), engine, device, repeats, silent=as_json)
+    if as_json:
+        print(json.dumps(found))
+        return
+    print_table(*bench_table(found), whole=True)
+    for line in found["packing"]:
+        say(line)
+
+
+@bench.command("serve")
+def bench_serve_command(
+    bundle: BundlePath,
+    seconds: Annotated[float, typer.Option(help="How long to load the server.")] = 30.0,
+    clients: Annotated[int, typer.Option(help="Connections, each with one request at a time.")] = 64,
+    as_json: AsJson = False,
+) -> None:
+    """Load a server on loopback until it is saturated, and check that every answer comes once and is right."""
+    from offramp.bench.serve import bench_serve
+
+    found = bench_serve(bundle, seconds, clients)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        say(
+            f"{found.accepted:,} requests answered in {found.seconds:.0f} s by {clients} clients, "
+            f"{found.images_per_s:,.0f} images/s; p50 {found.p50_ms:.0f} ms, p95 {found.p95_ms:.0f} ms, "
+            f"p99 {found.p99_ms:.0f} ms; {found.refused:,} refused, {found.wrong} wrong, {found.failed} failed"
+        )
+    if not found.passed:
+        raise typer.Exit(1)

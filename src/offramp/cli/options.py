@@ -1,0 +1,41 @@
+"""Options that several verbs share, and how verbs speak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offramp.common.console import console
+
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.")]
+DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data set; digits needs none.")]
+BundlePath = Annotated[
+    Path,
+    typer.Argument(
+        help="A bundle folder, or msdnet5-cifar100 or msdnet7-cifar100, which come trained.", metavar="BUNDLE"
+    ),
+]
+Budget = Annotated[str | None, typer.Option(help="Mean mul-adds allowed per image, for example 15M.", metavar="COUNT")]
+Times = Annotated[Path | None, typer.Option(help="Stage times that `offramp bench infer --json` wrote.")]
+Measure = Annotated[str, typer.Option(help="Confidence: max_softmax, margin or entropy.")]
+Temperature = Annotated[bool, typer.Option(help="Fit a temperature per exit first.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting (docs/training.md has all); may be repeated."),
+]
+
+
+def say(text: str) -> None:
+    """A line of text as it is, never wrapped."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def numbers(text: str, kind: type[Any]) -> list[Any]:
+    """1,8,64 -> [1, 8, 64]."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{text!r} is not a list of numbers such as 1,8,64") from error

@@ -1,0 +1,1 @@
+"""What every room uses: files, the console, names, seeds, the device, images. Imports nothing else of offramp."""

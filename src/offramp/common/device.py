@@ -1,0 +1,66 @@
+"""Where and how precisely things are computed."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from offramp.common.names import unknown
+
+PRECISIONS = ("auto", "float32", "bfloat16")
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """`auto` is the GPU if there is one; under torchrun each process takes its own."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun: one GPU per process
+        name = f"cuda:{os.environ['LOCAL_RANK']}"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ValueError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N")
+    device, gpus = torch.device(name), torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise ValueError(f"device {name!r} was asked for, but torch sees {gpus or 'no'} GPUs here")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # streams, graphs and kernels of our own go to the current one
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """What people call it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def training_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on GPUs that have it and float32 elsewhere."""
+    if precision not in PRECISIONS:
+        raise ValueError(unknown("precision", precision, PRECISIONS))
+    if precision == "auto":
+        fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.bfloat16 if fast else torch.float32
+    return torch.bfloat16 if precision == "bfloat16" else torch.float32
+
+
+def suits_kernels(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether training in such a precision is what our kernels are made for: half, on GPUs of capability 8 or more."""
+    half = device.type == "cuda" and dtype != torch.float32
+    return half and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+@contextmanager
+def exact_float32() -> Iterator[None]:
+    """float32 means float32: no TF32 in matrix products and convolutions."""
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    matmul.allow_tf32 = cudnn.allow_tf32 = False
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before

@@ -1,0 +1,87 @@
+"""Tables for people: title, columns and rows of text, which go to the terminal, to Markdown and to CSV alike."""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offramp.common.console import millions
+from offramp.measuring.policy import Policies
+from offramp.runs.outputs import EvalSummary
+
+if TYPE_CHECKING:
+    from offramp.running.bundle_eval import BundleScore
+
+Table = tuple[str, list[str], list[list[str]]]
+
+
+def with_spread(values: Sequence[float] | np.ndarray, digits: int = 2) -> str:
+    """The mean, and the standard deviation where there is more than one."""
+    mean = f"{np.mean(values):.{digits}f}"
+    return mean if len(values) < 2 else f"{mean} ± {np.std(values, ddof=1):.{digits}f}"
+
+
+def anytime_table(summary: EvalSummary) -> Table:
+    """Every exit on the whole test split."""
+    rows = [
+        [str(s.exit), millions(s.params), millions(s.mul_adds), f"{100 * s.top1:.2f}", f"{100 * s.top5:.2f}"]
+        for s in summary.exits["test"]
+    ]
+    title = f"{summary.model}: each exit on all {summary.samples['test']:,} test images"
+    return title, ["exit", "params", "mul-adds", "top-1 %", "top-5 %"], rows
+
+
+def bundle_table(name: str, score: BundleScore) -> Table:
+    """Every exit of a bundle on a whole test split, and who leaves there under its policy."""
+    rows = [
+        [str(k), f"{100 * top1:.2f}", f"{100 * share:.1f}"]
+        for k, (top1, share) in enumerate(zip(score.exits, score.policy.shares, strict=True), 1)
+    ]
+    title = (
+        f"{name} on {score.samples:,} test images: {100 * score.policy.top1:.2f} % under its policy, "
+        f"at {millions(score.policy.cost)} mul-adds per image"
+    )
+    return title, ["exit", "top-1 % of all", "leave here %"], rows
+
+
+def policy_table(found: Policies) -> Table:
+    """The chosen policy, exit by exit, and what it gave on the calibration split."""
+    policy = found.policy
+    thresholds = [*(f"{t:.4f}" if math.isfinite(t) else "nobody" for t in policy.thresholds), "all the rest"]
+    rows = [
+        [str(k), millions(cost), text, f"{100 * share:.1f}"]
+        for k, (cost, text, share) in enumerate(zip(found.costs, thresholds, policy.shares, strict=True), 1)
+    ]
+    saved = 100 * (1 - policy.mul_adds / found.costs[-1])
+    how = f"q = {policy.q:g}" if policy.q is not None else policy.family
+    title = (
+        f"{how}: {100 * policy.top1:.2f} % on the calibration split at {millions(policy.mul_adds)} mul-adds per image, "
+        f"{saved:.0f} % less than the whole network"
+    )
+    if policy.milliseconds is not None:
+        title += f"; {policy.milliseconds:.3g} ms per image"
+    if policy.promise is not None:
+        p = policy.promise
+        title += (
+            f". With probability {p.probability:g} at most {100 * p.risk:g} % of images are lost, that is wrong here "
+            f"and right for the whole network ({p.lost} of the {p.samples:,} it was certified on)"
+        )
+    return title, ["exit", "mul-adds", f"leaves from {found.measure}", "share %"], rows
+
+
+def to_markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown; bars in cells are escaped."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+def to_csv(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as comma-separated values."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    return text.getvalue()

@@ -1,0 +1,1 @@
+"""`offramp fit`: from a folder of images to a bundle."""

@@ -1,0 +1,203 @@
+"""Policies from saved outputs: the calibration split of an evaluated run goes in, `policy.json` comes out.
+
+A `PolicyRequest` says what is wanted of the policy: a q, a budget, a largest drop in accuracy or a promise about risk.
+The test split is never looked at here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offramp.common.files import read_json
+from offramp.common.names import unknown
+from offramp.measuring.confidence import Answers, answers, fit_temperatures
+from offramp.measuring.policy import FAMILIES, Policies, Policy, Promise, check_budget, outcome, write_policies
+from offramp.measuring.risk import halves, promised
+from offramp.measuring.threshold_search import search
+from offramp.measuring.thresholds import NEVER, Q_GRID, Thresholds, q_at_budget, q_thresholds
+from offramp.runs.outputs import Outputs, read_outputs, read_summary
+
+SEARCHED = 40  # policies of the searched family, their budgets spread evenly on a logarithmic scale
+SPLIT_SEED = 0  # of the halves behind a promise
+
+
+@dataclass(frozen=True)
+class PolicyRequest:
+    """What a policy is asked for: one of these; without any, the cheapest within half a point of the whole network."""
+
+    q: float | None = None
+    budget_mul_adds: float | None = None
+    budget_ms: float | None = None
+    max_drop_points: float | None = None
+    risk: float | None = None
+    probability: float = 0.95
+    family: str = "searched"
+
+    def __post_init__(self) -> None:
+        asked = [f.name for f in fields(self)[:5] if getattr(self, f.name) is not None]
+        if len(asked) > 1:
+            raise ValueError(f"ask for one thing at a time, not for {' and '.join(asked)}")
+        if self.family not in FAMILIES:
+            raise ValueError(unknown("policy family", self.family, FAMILIES))
+        if self.max_drop_points is not None and not self.max_drop_points >= 0:
+            raise ValueError(f"max_drop_points must be 0 or more, got {self.max_drop_points:g}")
+        if self.budget_ms is not None and not self.budget_ms > 0:
+            raise ValueError(f"budget_ms must be above 0, got {self.budget_ms:g}")
+
+
+def calibrate_run(
+    run: str | Path,
+    request: PolicyRequest | None = None,
+    *,
+    measure: str = "max_softmax",
+    temperature: bool = False,
+    times: str | Path | None = None,
+    lazy: bool = False,
+    out: str | Path | None = None,
+) -> Policies:
+    """Find the policy asked for, and both families around it, and write them to `RUN/policy.json` or `out`.
+
+    `lazy` counts what each exit costs if it runs only what its own head needs; the network then runs that way.
+    """
+    summary = read_summary(run)
+    costs = summary.lazy_costs if lazy else summary.costs
+    if not costs:
+        raise ValueError(f"{run} was evaluated by an older version; run: offramp eval {run}")
+    saved = read_outputs(run, "calibration")
+    milliseconds = None if times is None else stage_times(read_json(times), len(costs))
+    found = calibrate(saved, costs, request or PolicyRequest(), measure, temperature, milliseconds)
+    found = replace(found, schedule="lazy" if lazy else "eager")
+    write_policies(Path(run) / "policy.json" if out is None else out, found)
+    return found
+
+
+def calibrate(
+    saved: Outputs,
+    costs: Sequence[int],
+    request: PolicyRequest,
+    measure: str = "max_softmax",
+    temperature: bool = False,
+    milliseconds: Sequence[float] | None = None,
+) -> Policies:
+    """The families found on these outputs and the policy asked for, which is the chosen one."""
+    if request.budget_ms is not None and milliseconds is None:
+        raise ValueError("a budget in milliseconds needs measured stage times: --times FILE")
+    temperatures = _temperatures(saved, request) if temperature else None
+    given = answers(saved.logits, saved.labels, measure, temperatures)
+    families = [*q_family(given, costs), *searched_family(given, costs)]
+    prices = milliseconds if request.budget_ms is not None and milliseconds is not None else costs
+    found = _asked_for(given, prices, request)
+    chosen = judged(given, costs, found.family, found.thresholds, found.q, found.promise)
+    policies = [*families, chosen]
+    if milliseconds is not None:
+        policies = [_timed(policy, milliseconds) for policy in policies]
+    return Policies(measure, temperatures, tuple(costs), tuple(policies), len(families))
+
+
+def q_family(given: Answers, costs: Sequence[int]) -> list[Policy]:
+    """The paper's family: q from .05 to 1.95."""
+    return [judged(given, costs, "q", q_thresholds(given.confidences, q), q) for q in Q_GRID]
+
+
+def searched_family(given: Answers, costs: Sequence[int]) -> list[Policy]:
+    """The best thresholds found at budgets from the first exit's cost to the last's."""
+    return [judged(given, costs, "searched", t) for t in search(given, costs, _budgets(costs))]
+
+
+def judged(
+    given: Answers,
+    costs: Sequence[int],
+    family: str,
+    thresholds: Thresholds,
+    q: float | None = None,
+    promise: Promise | None = None,
+) -> Policy:
+    """A policy with what it does to these samples."""
+    found = outcome(given, thresholds, costs)
+    return Policy(family, q, thresholds, found.cost, found.shares, found.top1, promise=promise)
+
+
+@dataclass(frozen=True)
+class _Found:
+    family: str
+    thresholds: Thresholds
+    q: float | None = None
+    promise: Promise | None = None
+
+
+def _asked_for(given: Answers, costs: Sequence[float], request: PolicyRequest) -> _Found:
+    if request.q is not None:
+        return _Found("q", q_thresholds(given.confidences, request.q), request.q)
+    if request.risk is not None:
+        thresholds, promise = promised(given, costs, request.risk, request.probability, SPLIT_SEED)
+        return _Found("promised", thresholds, promise=promise)
+    budget = request.budget_mul_adds if request.budget_ms is None else request.budget_ms
+    if budget is not None:
+        check_budget(budget, costs, "mul-adds" if request.budget_ms is None else "ms")
+        return _at_budget(given, costs, request.family, budget)
+    drop = 0.5 if request.max_drop_points is None else request.max_drop_points
+    return _within_drop(given, costs, request.family, drop)
+
+
+def _at_budget(given: Answers, costs: Sequence[float], family: str, budget: float) -> _Found:
+    """The best policy of a family within a budget; of the paper's, the dearest that fits."""
+    if family == "searched":
+        return _Found(family, search(given, costs, [budget])[0])
+    q, thresholds = q_at_budget(given.confidences, costs, budget)
+    return _Found(family, thresholds, q)
+
+
+def _within_drop(given: Answers, costs: Sequence[float], family: str, drop_points: float) -> _Found:
+    """The cheapest policy of a family that loses at most so many points against the last exit."""
+    least = given.right[-1].mean() - drop_points / 100
+    budgets = _budgets(costs)
+    for _ in range(2):  # a coarse look, then a close one between the last that fails and the first that holds
+        found = [_at_budget(given, costs, family, b) for b in budgets] if family == "q" else _all(given, costs, budgets)
+        found[-1] = found[-1] if budgets[-1] < costs[-1] else _Found(family, (NEVER,) * (given.num_exits - 1))
+        first = [outcome(given, f.thresholds, costs).top1 >= least - 1e-12 for f in found].index(True)
+        kept = found[first]
+        budgets = np.linspace(budgets[max(first - 1, 0)], budgets[first], 20)
+    return kept
+
+
+def _all(given: Answers, costs: Sequence[float], budgets: np.ndarray) -> list[_Found]:
+    return [_Found("searched", thresholds) for thresholds in search(given, costs, budgets.tolist())]
+
+
+def _budgets(costs: Sequence[float]) -> np.ndarray:
+    spread = np.geomspace(costs[0], costs[-1], SEARCHED)
+    spread[0], spread[-1] = costs[0], costs[-1]  # exactly, so that both ends are reached
+    return spread
+
+
+def _temperatures(saved: Outputs, request: PolicyRequest) -> tuple[float, ...]:
+    """Fitted on everything; where a promise is asked for, only on the half that candidates come from."""
+    if request.risk is None:
+        return fit_temperatures(saved.logits, saved.labels)
+    rows, _ = halves(len(saved.labels), SPLIT_SEED)
+    return fit_temperatures(saved.logits[:, rows], saved.labels[rows])
+
+
+def stage_times(table: Any, num_exits: int, batch: int | None = None) -> tuple[float, ...]:
+    """Milliseconds per image up to each exit, from a table `stage_ms[k][batch]`; the largest batch unless told."""
+    try:
+        stages: Mapping[str, Mapping[str, float]] = table["stage_ms"]
+        sizes = sorted(set.intersection(*({int(size) for size in stage} for stage in stages.values())))
+        size = sizes[-1] if batch is None else batch
+        each = [float(stages[str(k)][str(size)]) / size for k in range(1, num_exits + 1)]
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"the table of times must hold stage_ms with the milliseconds of stages 1 to {num_exits} by batch size"
+        ) from error
+    if len(stages) != num_exits or not all(0 < t < float("inf") for t in each):
+        raise ValueError(f"the table of times must hold {num_exits} stages with times above 0")
+    return tuple(np.cumsum(each).tolist())
+
+
+def _timed(policy: Policy, milliseconds: Sequence[float]) -> Policy:
+    return replace(policy, milliseconds=float(np.dot(policy.shares, milliseconds)))

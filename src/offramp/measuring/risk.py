@@ -1,0 +1,99 @@
+"""A promise about a policy: with a given probability, the share of samples it loses stays under a given risk.
+
+A sample is lost when the policy gets it wrong and the whole network gets it right. Candidates come from one half
+of the calibration split, ordered from safe to cheap; the other half certifies them one after the other until the
+first that fails (fixed-sequence testing), so that trying many costs no certainty.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from offramp.measuring.confidence import Answers
+from offramp.measuring.policy import Promise, exits_taken, outcome
+from offramp.measuring.threshold_search import search
+from offramp.measuring.thresholds import NEVER, Thresholds
+
+CANDIDATES = 100
+
+
+def lost(given: Answers, thresholds: Sequence[float]) -> int:
+    """How many samples the policy gets wrong that the last exit gets right."""
+    taken = exits_taken(given.confidences, thresholds) - 1
+    return int((given.right[-1] & ~given.right[taken, np.arange(given.samples)]).sum())
+
+
+def binomial_tail(hits: int, trials: int, chance: float) -> float:
+    """The chance of at most `hits` successes in `trials`, exactly."""
+    if hits >= trials or chance <= 0:
+        return 1.0
+    if chance >= 1:
+        return 0.0
+    k = np.arange(hits + 1)
+    choose = math.lgamma(trials + 1) - _log_factorial(k) - _log_factorial(trials - k)
+    return float(min(1.0, np.exp(choose + k * math.log(chance) + (trials - k) * math.log1p(-chance)).sum()))
+
+
+def _log_factorial(counts: np.ndarray) -> np.ndarray:
+    return np.array([math.lgamma(count + 1) for count in counts.tolist()])
+
+
+def upper_bound(hits: int, trials: int, probability: float) -> float:
+    """The exact (Clopper-Pearson) upper bound on a chance, by bisection."""
+    low, high = hits / trials, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if binomial_tail(hits, trials, middle) <= 1 - probability else (middle, high)
+    return high
+
+
+def certify(
+    candidates: Sequence[Thresholds], given: Answers, risk: float, probability: float
+) -> tuple[Thresholds, Promise]:
+    """The last of the candidates, tried in order, before the first whose risk cannot be shown to be small enough.
+
+    Leaving nobody early loses nothing, so that is the answer where even the first candidate fails.
+    """
+    best: Thresholds = (NEVER,) * (given.num_exits - 1)
+    promise = Promise(risk, probability, given.samples, 0)
+    for candidate in candidates:
+        count = lost(given, candidate)
+        if binomial_tail(count, given.samples, risk) > 1 - probability:
+            break
+        best, promise = candidate, Promise(risk, probability, given.samples, count)
+    return best, promise
+
+
+def safe_to_cheap(given: Answers, costs: Sequence[float], candidates: Sequence[Thresholds]) -> list[Thresholds]:
+    """Candidates in the order to be tried: each loses more than the one before it and costs less."""
+    judged = sorted((lost(given, t), outcome(given, t, costs).cost, t) for t in set(candidates))
+    kept: list[Thresholds] = []
+    cheapest = math.inf
+    for _, cost, candidate in judged:
+        if cost < cheapest:
+            kept.append(candidate)
+            cheapest = cost
+    return kept
+
+
+def halves(samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Two random halves of the rows: one to choose on, one to certify on."""
+    if samples < 2:
+        raise ValueError("a promise needs at least two calibration samples")
+    order = np.random.default_rng(seed).permutation(samples)
+    return np.sort(order[: samples // 2]), np.sort(order[samples // 2 :])
+
+
+def promised(
+    given: Answers, costs: Sequence[float], risk: float, probability: float, seed: int
+) -> tuple[Thresholds, Promise]:
+    """The cheapest policy found whose promise holds."""
+    if not 0 < risk < 1 or not 0 < probability < 1:
+        raise ValueError(f"risk and probability must lie between 0 and 1, got {risk:g} and {probability:g}")
+    choosing, certifying = (given.rows(rows) for rows in halves(given.samples, seed))
+    kept = Answers(choosing.confidences, choosing.right | ~choosing.right[-1])  # all that is not lost counts as right
+    candidates = search(kept, costs, np.linspace(costs[0], costs[-1], CANDIDATES))
+    return certify(safe_to_cheap(choosing, costs, candidates), certifying, risk, probability)

@@ -1,0 +1,138 @@
+"""The paper's claim, put to numbers: learned weights against the baseline, seed by seed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from offramp.common.console import millions
+from offramp.reporting.kept_runs import StoredRun
+from offramp.runs.config import RunConfig, WeightingConfig, decisive
+
+LOSS_ALLOWED = 0.5  # points that any one exit may lose
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Another weighting minus baseline at an exit or a budget, in points, for each seed that has both."""
+
+    what: str
+    points: tuple[float, ...]
+    decides: bool  # whether the claim is about it; else it must only not lose much
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(self.points))
+
+    @property
+    def error(self) -> float | None:
+        """The standard error of the mean; unknown for one seed."""
+        return float(np.std(self.points, ddof=1) / np.sqrt(len(self.points))) if len(self.points) > 1 else None
+
+    @property
+    def holds(self) -> bool | None:
+        """Positive beyond its error where the claim is about it, no great loss elsewhere; unknown for one seed."""
+        if not self.decides:
+            return self.mean >= -LOSS_ALLOWED
+        return None if self.error is None else self.mean > self.error
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f}" + ("" if self.error is None else f" ± {self.error:.2f}")
+
+
+def pairs(groups: Sequence[Sequence[StoredRun]]) -> list[tuple[Sequence[StoredRun], Sequence[StoredRun]]]:
+    """Conventional training and another weighting, of the same network, data and schedule."""
+    return [
+        (before, after)
+        for before in groups
+        for after in groups
+        if before[0].config.weighting.name == "uniform"
+        and after[0].config.weighting.name != "uniform"
+        and all_else(before[0].config) == all_else(after[0].config)
+    ]
+
+
+def one_change(groups: Sequence[Sequence[StoredRun]]) -> list[tuple[Sequence[StoredRun], Sequence[StoredRun], str]]:
+    """Learned weights in two settings that differ in one thing, which the first has as in the paper, and its name."""
+    learned = [group for group in groups if group[0].config.weighting.name == "learned"]
+    usual = vars(WeightingConfig("learned"))
+    found = []
+    for before in learned:
+        for after in learned:
+            first, second = (vars(group[0].config.weighting) for group in (before, after))
+            changed = [key for key in first if first[key] != second[key]]
+            same = all_else(before[0].config) == all_else(after[0].config)
+            if same and len(changed) == 1 and first[changed[0]] == usual[changed[0]]:
+                found.append((before, after, changed[0]))
+    return found
+
+
+def held_out(before: Sequence[StoredRun], after: Sequence[StoredRun]) -> list[Difference]:
+    """At every exit, and in the mean over exits, on the calibration split, for each seed that has both."""
+    first, second = ({run.config.seed: run.calibration_top1 for run in runs} for runs in (before, after))
+    both = [(first[seed], second[seed]) for seed in shared_seeds(before, after)]
+    gains = [100 * np.subtract(b, a) for a, b in both if a and b]
+    if not gains:
+        return []
+    names = [*(f"exit {k + 1}" for k in range(len(gains[0]))), "mean"]
+    return [
+        Difference(what, tuple(map(float, points)), decides=False)
+        for what, points in zip(names, np.transpose([[*gain, gain.mean()] for gain in gains]), strict=True)
+    ]
+
+
+def all_else(config: RunConfig) -> str:
+    """All that decides a run's result but the weighting."""
+    table = decisive(config).to_json()
+    return json.dumps(
+        {key: value for key, value in table.items() if key not in ("weighting", "recipe")}, sort_keys=True
+    )
+
+
+def shared_seeds(before: Sequence[StoredRun], after: Sequence[StoredRun]) -> list[int]:
+    """The seeds that both have."""
+    return sorted({run.config.seed for run in before} & {run.config.seed for run in after})
+
+
+def differences(
+    before: Sequence[StoredRun], after: Sequence[StoredRun], budgets: Sequence[float], family: str = "q"
+) -> list[Difference]:
+    """At every exit and every budget that both runs of a seed reach; points in the order of `shared_seeds`."""
+    first, second = ({run.config.seed: run for run in runs} for runs in (before, after))
+    both = [(first[seed], second[seed]) for seed in shared_seeds(before, after)]
+    if not both:
+        return []
+    exits = len(both[0][0].metrics)
+    found = [
+        Difference(
+            f"exit {k + 1}",
+            tuple(100 * (b.metrics[k].top1 - a.metrics[k].top1) for a, b in both),
+            decides=k in (0, exits - 1),
+        )
+        for k in range(exits)
+    ]
+    for budget in budgets:
+        if all(family in run.curves for pair in both for run in pair):
+            at = [[100 * float(run.curves[family].at([budget])[0]) for run in pair] for pair in both]
+            points = tuple(b - a for a, b in at)
+            if np.isfinite(points).all():
+                found.append(Difference(millions(budget), points, decides=True))
+    return found
+
+
+def verdict(found: Sequence[Difference]) -> str:
+    """Whether the claim holds, in a sentence; what speaks against it is named."""
+    seeds = len(found[0].points)
+    if seeds < 2:
+        return "One seed: no verdict."
+    failing = [d for d in found if not d.holds]
+    if not failing:
+        return (
+            f"The claim holds over {seeds} seeds: better at the first and the last exit and at every budget by more "
+            f"than a standard error, and no exit loses more than {LOSS_ALLOWED:g} points."
+        )
+    named = ", ".join(f"{d.what} ({d})" for d in failing)
+    return f"The claim does not hold over {seeds} seeds; against it: {named}."

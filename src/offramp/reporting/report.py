@@ -1,0 +1,172 @@
+"""`offramp report`: run folders in; the page, its figures as PNG and SVG, its tables as Markdown and CSV out."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from offramp.common.files import read_json, write_bytes
+from offramp.common.tables import Table, to_csv, to_markdown
+from offramp.measuring.calibrate import stage_times
+from offramp.reporting import figures
+from offramp.reporting import report_tables as tables
+from offramp.reporting.drawing import Panels, save
+from offramp.reporting.gather import Group, RunData, gather
+from offramp.reporting.headline import headline
+from offramp.reporting.report_page import Page, build
+from offramp.reporting.weight_history import weights_by_epoch
+
+NAMES = {
+    *("accuracy", "accuracy-ms", "calibration", "overthinking", "training"),
+    *("weights", "weights-by-epoch", "weights-selected"),
+    *("anytime", "budgeted", "budgeted-ms", "difficulty", "trust"),
+}  # of all figures and tables there can be
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was written, and the one-sentence answer."""
+
+    page: Path
+    files: Path
+    answer: str
+
+
+def write_report(
+    runs: Sequence[str | Path],
+    out: str | Path,
+    *,
+    budgets: Sequence[float] = (),
+    times: str | Path | None = None,
+    measure: str = "max_softmax",
+    temperature: bool = False,
+) -> Report:
+    """Write `out` (a page that needs nothing else) and, beside it, a folder with its figures and tables."""
+    out = Path(out)
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ValueError(f"--out must be an HTML file, for example report.html, got {out}")
+    groups = gather(runs, measure, temperature)
+    answer = headline(groups)
+    prices = None if times is None else stage_times(read_json(times), len(groups[0].costs))
+    panels = _panels(groups, prices)
+    found = _tables(groups, budgets, prices)
+    command = _command(runs, out, budgets, times, measure, temperature)
+    page = Page(_title(groups), answer, _facts(groups), groups, panels, found, _repeat(groups, command))
+    files = out.with_name(f"{out.stem}-files")
+    write_bytes(out, build(page).encode())
+    _forget(files, NAMES - {*found, *panels})
+    for name, table in found.items():
+        _save_table(files, name, table)
+    for one in panels.values():
+        save(one, files)
+    return Report(out, files, answer)
+
+
+def _command(
+    runs: Sequence[str | Path],
+    out: Path,
+    budgets: Sequence[float],
+    times: str | Path | None,
+    measure: str,
+    temperature: bool,
+) -> str:
+    """What writes this report again."""
+    words = ["offramp", "report", *map(str, runs), "--out", str(out)]
+    words += ["--budgets", ",".join(f"{budget:.15g}" for budget in budgets)] if budgets else []
+    words += ["--times", str(times)] if times is not None else []
+    words += ["--measure", measure] if measure != "max_softmax" else []
+    return shlex.join(words + (["--temperature"] if temperature else []))
+
+
+def _forget(files: Path, names: Iterable[str]) -> None:
+    """Remove what an earlier report with other options left beside this one."""
+    for name in names:
+        for suffix in ("png", "svg", "md", "csv"):
+            (files / f"{name}.{suffix}").unlink(missing_ok=True)
+
+
+def _panels(groups: Sequence[Group], prices: Sequence[float] | None) -> dict[str, Panels]:
+    learned = next((group for group in groups if _has_learned(group)), None)
+    found = [
+        figures.accuracy_against_cost(groups),
+        None if prices is None else figures.accuracy_against_time(groups, prices),
+        None if learned is None else figures.weight_against_loss(learned),
+        None if learned is None else figures.selected_weights(learned),
+        None if learned is None else weights_by_epoch(learned.first.history, "weights-by-epoch"),
+        figures.reliability_per_exit(groups),
+        figures.overthinking_per_exit(groups),
+        figures.training_curves(groups),
+    ]
+    return {panels.name: panels for panels in found if panels is not None}
+
+
+def _has_learned(group: Group) -> bool:
+    return group.first.samples is not None and group.first.config.weighting.name in ("learned", "frozen")
+
+
+def _tables(groups: Sequence[Group], budgets: Sequence[float], prices: Sequence[float] | None) -> dict[str, Table]:
+    found = {
+        "anytime": tables.anytime(groups),
+        "trust": tables.trust(groups),
+        "overthinking": tables.overthinking(groups),
+    }
+    if any(run.curves for group in groups for run in group.runs):
+        found["budgeted"] = tables.budgeted(groups, budgets or tables.nice_budgets(groups))
+        if prices is not None:
+            found["budgeted-ms"] = tables.budgeted(groups, tables.nice_budgets(groups, prices), prices)
+    known = tables.difficulty(groups)
+    return {**found, "difficulty": known} if known else found
+
+
+def _save_table(folder: Path, name: str, table: Table) -> None:
+    title, columns, rows = table
+    write_bytes(folder / f"{name}.md", f"{title}\n\n{to_markdown(columns, rows)}".encode())
+    write_bytes(folder / f"{name}.csv", to_csv(columns, rows).encode())
+
+
+def _title(groups: Sequence[Group]) -> str:
+    models = " and ".join(dict.fromkeys(group.first.summary.model for group in groups))
+    return f"{models} on {groups[0].first.config.data.name}"
+
+
+def _facts(groups: Sequence[Group]) -> str:
+    counts = [f"{group.label}: {len(group.runs)} {'run' if len(group.runs) == 1 else 'runs'}" for group in groups]
+    samples = groups[0].first.summary.samples
+    calibration = f"thresholds from {samples['calibration']:,} calibration images" if "calibration" in samples else ""
+    return " · ".join(part for part in (*counts, f"{samples['test']:,} test images", calibration) if part)
+
+
+def _repeat(groups: Sequence[Group], command: str) -> str:
+    return f'<div class="card">{"".join(map(_repeat_group, groups))}<pre>{escape(command)}</pre></div>'
+
+
+def _environment(run: RunData) -> dict[str, Any]:
+    path = run.folder / "environment.json"
+    known = read_json(path) if path.is_file() else {}
+    return known if isinstance(known, dict) else {}
+
+
+def _repeat_group(group: Group) -> str:
+    """The commands of every seed, and the settings and versions of the first."""
+    commands = []
+    for one in group.runs:
+        words = _environment(one).get("command")
+        commands += [f"offramp {shlex.join(map(str, words))}"] if words else []
+        commands.append(f"offramp eval {shlex.quote(str(one.folder))}")
+    run = group.first
+    seeds = ", ".join(str(r.config.seed) for r in group.runs)
+    text = "\n".join(commands)
+    rest = {key: value for key, value in _environment(run).items() if key != "command"}
+    config = json.dumps(run.config.to_json(), indent=2)
+    versions = json.dumps(rest, indent=2)
+    dot = f'<span class="dot" style="background:{group.colour}"></span>'
+    return (
+        f"<details><summary>{dot}{escape(group.label)}: recipe {escape(str(run.config.recipe))}, seeds {seeds}"
+        "</summary>"
+        f"<pre>{escape(text)}</pre><pre>{escape(config)}</pre><pre>{escape(versions)}</pre></details>"
+    )

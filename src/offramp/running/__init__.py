@@ -1,0 +1,1 @@
+"""Running a trained network: bundles, engines, and samples that leave early."""

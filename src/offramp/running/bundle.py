@@ -1,0 +1,309 @@
+"""A bundle: everything a box needs to answer, in one folder, checked before it is used.
+
+`bundle.json` names the format and the sha256 of every file, `model.json` says what to build and how to prepare
+images, `policy.json` when to leave; weights are safetensors or one ONNX graph per stage; `golden.npz` holds inputs
+with the outputs they must give. Nothing is unpickled, and nothing of training is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from PIL import Image
+
+from offramp.common.files import read_json
+from offramp.common.images import Preprocessing, UnreadableImage, read_image, upright_rgb
+from offramp.common.names import unknown
+from offramp.common.pretrained import MANIFEST, bundle_folder, pretrained_names
+from offramp.measuring.policy import Policies, Policy, check_budget, read_policies
+from offramp.running.packing import cached_packing
+from offramp.running.result import ExitResult
+from offramp.running.runtime import Engine, Runtime
+
+if TYPE_CHECKING:
+    from offramp.models.exits import ExitNet
+
+SCHEMA = 1
+FORMATS = ("torch", "onnx")
+MODEL, POLICY, WEIGHTS, GOLDEN = "model.json", "policy.json", "model.safetensors", "golden.npz"
+GOLDEN_TOLERANCE = 1e-3  # of logits, whose size is about ten
+
+
+@dataclass(frozen=True)
+class ModelCard:
+    """`model.json`: the network, its stages' schedule and costs, its classes, and how images are prepared."""
+
+    model: dict[str, Any]
+    schedule: str
+    input_shape: tuple[int, int, int]
+    classes: tuple[str, ...]
+    costs: tuple[int, ...]
+    preprocessing: Preprocessing
+    seed: int = 0  # of the run: it decides what a folder of images holds out
+
+    def to_json(self) -> dict[str, Any]:
+        return {"schema": SCHEMA, **asdict(self)}
+
+    @staticmethod
+    def from_json(value: dict[str, Any]) -> ModelCard:
+        if value["schema"] != SCHEMA:
+            raise ValueError(f"its schema {value['schema']!r} is not known to this version of offramp")
+        made = ModelCard(
+            dict(value["model"]),
+            str(value["schedule"]),
+            tuple(map(int, value["input_shape"])),  # type: ignore[arg-type]
+            tuple(map(str, value["classes"])),
+            tuple(map(int, value["costs"])),
+            Preprocessing.from_json(value["preprocessing"]),
+            int(value.get("seed", 0)),
+        )
+        size = made.preprocessing.size
+        if made.input_shape != (3, size, size) or made.preprocessing.resize > 4 * size:
+            raise ValueError("its preprocessing does not fit its network")
+        if not made.costs or made.costs[0] <= 0 or list(made.costs) != sorted(made.costs):
+            raise ValueError("its costs do not rise from exit to exit")
+        if made.classes and len(made.classes) != made.model.get("num_classes"):
+            raise ValueError("its classes are not as many as its network's")
+        return made
+
+
+def stage_file(k: int) -> str:
+    """The name of stage k's graph."""
+    return f"stage-{k}.onnx"
+
+
+class Bundle:
+    """A loaded bundle: `bundle(images) -> ExitResult`."""
+
+    def __init__(
+        self, folder: Path, format_: str, card: ModelCard, policies: Policies, engine: Engine, digest: str
+    ) -> None:
+        self.folder, self.format, self.card, self.policies, self.engine = folder, format_, card, policies, engine
+        self.digest = digest
+        self._runtimes: dict[Policy, Runtime] = {}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.card.classes
+
+    @property
+    def costs(self) -> tuple[int, ...]:
+        return self.card.costs
+
+    def policy(self, budget_mul_adds: float | None = None, q: float | None = None) -> Policy:
+        """The chosen policy, or the one that a budget or a q asks for."""
+        if budget_mul_adds is not None and q is not None:
+            raise ValueError("ask for a budget or for a q, not for both")
+        if budget_mul_adds is not None:
+            check_budget(budget_mul_adds, self.costs)
+            return self.policies.within(budget_mul_adds)
+        return self.policies.policy if q is None else self.policies.at_q(q)
+
+    def runtime(self, policy: Policy | None = None) -> Runtime:
+        """The network under a policy, packing by the rule measured on this machine if there is one.
+
+        A policy's runtime is made once: it learns how long stages take, which deadlines need.
+        """
+        policy = policy or self.policies.policy
+        if policy not in self._runtimes:
+            packing = cached_packing(self.digest, self.engine)
+            self._runtimes[policy] = Runtime(self.engine, policy, self.costs, packing)
+        return self._runtimes[policy]
+
+    def prepare(self, images: Sequence[Any] | np.ndarray, first: int = 1) -> np.ndarray:
+        """Normalised float32 [n, 3, h, w] of paths, encoded bytes, Pillow images or uint8 arrays [n, h, w, 3].
+
+        One that cannot be read is named by its number, counted from `first`.
+        """
+        if isinstance(images, (str, bytes, Path, Image.Image)):
+            raise ValueError("give a list of images, even for one")
+        own = self.card.preprocessing
+        cut = [own.cut(_as_image(image, number)) for number, image in enumerate(images, first)]
+        return own.normalise(np.stack(cut)) if cut else np.zeros((0, *self.card.input_shape), np.float32)
+
+    def __call__(
+        self,
+        images: Sequence[Any] | np.ndarray,
+        *,
+        budget_mul_adds: float | None = None,
+        q: float | None = None,
+        max_exit: int | None = None,
+        max_mul_adds: float | None = None,
+        deadline_ms: float | None = None,
+    ) -> ExitResult:
+        """Classify images of any kind; a float array [n, 3, h, w] is taken as normalised already."""
+        ready = isinstance(images, np.ndarray) and images.dtype.kind == "f"
+        tensor = np.asarray(images) if ready else self.prepare(images)
+        if tensor.shape[1:] != self.card.input_shape:
+            raise ValueError(f"images must be {list(self.card.input_shape)}, got {list(tensor.shape[1:])}")
+        runtime = self.runtime(self.policy(budget_mul_adds, q))
+        return runtime(tensor, max_exit=max_exit, max_mul_adds=max_mul_adds, deadline_ms=deadline_ms)
+
+    def check_golden(self) -> float:
+        """Run the golden inputs through every stage; the largest difference in logits. Too large is a ValueError."""
+        images, expected = read_golden(self.folder)
+        return compare_golden(self.engine, self.card.preprocessing.normalise(images), expected, self.folder)
+
+
+def _as_image(value: Any, number: int) -> Image.Image:
+    """One image of any kind; the `number` of one that cannot be read is named."""
+    try:
+        return _opened(value)
+    except UnreadableImage as error:
+        raise UnreadableImage(f"image {number} cannot be read: {error}") from error
+
+
+def _opened(value: Any) -> Image.Image:
+    if isinstance(value, np.ndarray):
+        if value.dtype != np.uint8 or value.ndim != 3 or value.shape[-1] != 3:
+            raise ValueError(f"an image must be uint8 [h, w, 3], got {value.dtype} {list(value.shape)}")
+        return Image.fromarray(value)
+    return upright_rgb(value) if isinstance(value, Image.Image) else read_image(value)
+
+
+def load_bundle(
+    path: str | Path, *, device: str = "auto", threads: int | None = None, own_process: bool = False
+) -> Bundle:
+    """Check a bundle's manifest and load it; torch is needed only for torch bundles.
+
+    `path` may be the name of a network that comes trained. `own_process` says that this process runs no other ONNX
+    models, so that all stages may share one set of threads.
+    """
+    folder = bundle_folder(path)
+    manifest, card, policies = checked(folder)
+    if manifest["format"] == "onnx":
+        engine = _onnx_engine(folder, card, policies, threads, own_process)
+    else:
+        engine = _torch_engine(folder, card, policies, device)
+    if engine.num_exits != len(card.costs):
+        raise ValueError(f"{folder} is damaged: the network has {engine.num_exits} exits, its costs {len(card.costs)}")
+    return Bundle(folder, manifest["format"], card, policies, engine, manifest_digest(manifest))
+
+
+def checked(folder: Path) -> tuple[dict[str, Any], ModelCard, Policies]:
+    """Manifest, card and policies of a bundle whose files are those that were exported."""
+    manifest = _read_manifest(folder)
+    _check_files(folder, manifest["files"])
+    try:
+        card = ModelCard.from_json(read_json(folder / MODEL))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{folder / MODEL} cannot be used: {error}") from error
+    policies = read_policies(folder / POLICY)
+    if policies.costs != card.costs:
+        raise ValueError(f"the policy in {folder} is for another network: its costs are not the model's")
+    _check_weights(folder, manifest, len(card.costs))
+    return manifest, card, policies
+
+
+def manifest_digest(manifest: dict[str, Any]) -> str:
+    """A short name for exactly these files."""
+    return hashlib.sha256(repr(sorted(manifest["files"].items())).encode()).hexdigest()[:16]
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    if not (folder / MANIFEST).is_file():
+        if not folder.exists():
+            raise ValueError(unknown("bundle", str(folder), pretrained_names()))
+        raise ValueError(f"{folder} is not a bundle: it has no {MANIFEST}; make one with: offramp export")
+    manifest = read_json(folder / MANIFEST)
+    known = isinstance(manifest, dict) and isinstance(manifest.get("files"), dict)
+    if not known or not isinstance(manifest.get("schema"), int):
+        raise ValueError(f"{folder / MANIFEST} is damaged")
+    if manifest["schema"] > SCHEMA:
+        raise ValueError(
+            f"{folder} was written by a newer version of offramp ({manifest.get('offramp')}); update this one"
+        )
+    if manifest.get("format") not in FORMATS:
+        raise ValueError(f"{folder} has the unknown format {manifest.get('format')!r}")
+    return dict(manifest)
+
+
+def _check_files(folder: Path, files: dict[str, Any]) -> None:
+    for name, digest in files.items():
+        path = folder / name
+        if os.path.basename(name) != name or not path.is_file():
+            raise ValueError(f"{folder} is damaged: {name} is missing")
+        if sha256(path) != digest:
+            raise ValueError(f"{folder} is damaged: {name} is not the file that was exported")
+    for needed in (MODEL, POLICY, GOLDEN):
+        if needed not in files:
+            raise ValueError(f"{folder} is damaged: its manifest does not name {needed}")
+
+
+def _check_weights(folder: Path, manifest: dict[str, Any], exits: int) -> None:
+    """What is run must be among the files whose digests were compared."""
+    stages = [stage_file(k) for k in range(1, exits + 1)]
+    for needed in stages if manifest["format"] == "onnx" else [WEIGHTS]:
+        if needed not in manifest["files"]:
+            raise ValueError(f"{folder} is damaged: its manifest does not name {needed}")
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _onnx_engine(folder: Path, card: ModelCard, policies: Policies, threads: int | None, own_process: bool) -> Engine:
+    from offramp.running.engines.onnx_engine import OnnxEngine, share_threads
+
+    if own_process:
+        share_threads()
+    stages = [folder / stage_file(k) for k in range(1, len(card.costs) + 1)]
+    try:
+        return OnnxEngine(stages, policies.measure, policies.temperatures, threads)
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:  # ONNX Runtime has its own exceptions for every kind of damage
+        raise ValueError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
+
+
+def _torch_engine(folder: Path, card: ModelCard, policies: Policies, device: str) -> Engine:
+    from offramp.common.device import pick_device
+    from offramp.models.fold import folded
+    from offramp.running.engines.torch_engine import TorchEngine
+
+    place, model = pick_device(device), bundled_model(folder, card)
+    graphs = place.type == "cuda"
+    return TorchEngine(folded(model), policies.measure, policies.temperatures, place, graphs=graphs)
+
+
+def bundled_model(folder: Path, card: ModelCard) -> ExitNet:
+    """The network of a torch bundle, as it was trained."""
+    from offramp.models.store import build, load_state, parse_spec, read_tensors
+
+    model = build(parse_spec(card.model, folder / MODEL)).set_schedule(card.schedule)
+    load_state(model, read_tensors(folder / WEIGHTS), folder / WEIGHTS)
+    return model
+
+
+def read_golden(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Golden images, uint8 [n, 3, h, w], and the logits they gave, [K, n, C]."""
+    with np.load(folder / GOLDEN, allow_pickle=False) as file:
+        return file["images"], file["logits"]
+
+
+def compare_golden(engine: Engine, images: np.ndarray, expected: np.ndarray, source: Any) -> float:
+    """The largest difference between what an engine answers and what it should."""
+    found = all_logits(engine, images)
+    difference = float(np.abs(found - expected).max())
+    if not difference <= GOLDEN_TOLERANCE * max(1.0, float(np.abs(expected).max())):
+        raise ValueError(f"{source} does not give its golden outputs: logits differ by {difference:.3g}")
+    return difference
+
+
+def all_logits(engine: Engine, images: np.ndarray) -> np.ndarray:
+    """The logits of every exit, [K, n, C], with nobody leaving."""
+    found = []
+    with engine.active():
+        state = engine.begin(images)
+        for k in range(1, engine.num_exits + 1):
+            logits, state = engine.logits(k, state)
+            found.append(logits)
+    return np.stack(found)

@@ -1,0 +1,103 @@
+"""Stages run by ONNX Runtime, one graph each; numpy arrays in and out, no torch.
+
+Graph k takes `state_0`, `state_1`, ... and gives `logits` and `next_0`, `next_1`, ...
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from offramp.measuring.confidence import confidences
+
+State = tuple[Any, ...]
+
+
+_shared = False
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def share_threads() -> None:
+    """Give all ONNX sessions of this process one set of threads: faster, as each would bring its own otherwise.
+
+    For programs that do nothing else with ONNX Runtime: from then on it refuses sessions with threads of their own.
+    """
+    global _shared
+    import onnxruntime as ort
+
+    if not _shared:
+        try:
+            ort.set_global_thread_pool_sizes(cores(), 1)
+            _shared = True
+        except Exception:  # an older version, or sessions were made already: slower, but it works
+            return
+
+
+class OnnxEngine:
+    """One session per stage."""
+
+    def __init__(
+        self,
+        stages: Sequence[str | Path | bytes],
+        measure: str = "max_softmax",
+        temperatures: Sequence[float] | None = None,
+        threads: int | None = None,
+    ) -> None:
+        import onnxruntime as ort
+
+        options = ort.SessionOptions()
+        options.log_severity_level = 3
+        if _shared:
+            options.use_per_session_threads = False
+        else:  # threads that spin after a stage would take the cores from the next one's
+            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+            options.intra_op_num_threads = threads or cores()
+        sources = [s if isinstance(s, bytes) else str(s) for s in stages]
+        self.sessions = [ort.InferenceSession(s, options, providers=["CPUExecutionProvider"]) for s in sources]
+        self.names = [[i.name for i in session.get_inputs()] for session in self.sessions]
+        self.num_exits, self.ahead = len(self.sessions), 0
+        self.measure, self.temperatures = measure, temperatures
+
+    def use(self, slot: int) -> None:
+        pass
+
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def begin(self, images: np.ndarray) -> State:
+        return (np.ascontiguousarray(images, np.float32),)
+
+    def run(self, k: int, state: State) -> tuple[np.ndarray, State]:
+        logits, *after = self.sessions[k - 1].run(None, dict(zip(self.names[k - 1], state, strict=True)))
+        return logits, tuple(after)
+
+    def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
+        return self.run(k, state)
+
+    def judge(self, k: int, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        own = None if self.temperatures is None else self.temperatures[k - 1 : k]
+        with np.errstate(invalid="ignore"):
+            return confidences(logits[None], self.measure, own, checked=False)[0], logits.argmax(-1)
+
+    def gather(self, k: int, parts: Sequence[tuple[State, np.ndarray]]) -> State:
+        room, begin = self.room(parts[0][0], sum(len(rows) for _, rows in parts)), 0
+        for state, rows in parts:
+            self.put(state, rows, room, begin)
+            begin += len(rows)
+        return room
+
+    def room(self, state: State, samples: int) -> State:
+        return tuple(np.empty((samples, *array.shape[1:]), array.dtype) for array in state)
+
+    def put(self, state: State, rows: np.ndarray, room: State, begin: int) -> None:
+        for array, slot in zip(state, room, strict=True):  # `clip` lets numpy write in place; rows are always valid
+            np.take(array, rows, axis=0, out=slot[begin : begin + len(rows)], mode="clip")

@@ -1,0 +1,1 @@
+"""Training: from a configuration and data to a run folder, and from a trained run to its saved outputs."""

@@ -1,0 +1,103 @@
+"""The resume state: a folder `last/` of safetensors and JSON, and the one before it, `last.1/`.
+
+A state is written whole beside `last/` and then moved there, so a kill at any moment leaves at least one
+that is complete. Every file's sha256 is in `state.json`; a damaged state is reported and the older one used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offramp.common.files import read_json, write_json
+from offramp.models.store import read_tensors, write_tensors
+
+log = logging.getLogger("offramp")
+
+Parts = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run needs to go on at `step`: named groups of tensors and a little JSON."""
+
+    step: int
+    parts: Parts
+    info: dict[str, Any]
+
+
+def save_state(run: Path, state: State) -> None:
+    """Make `state` the run's `last/`, keeping the one before as `last.1/`."""
+    new, last, older = run / "last.new", run / "last", run / "last.1"
+    shutil.rmtree(new, ignore_errors=True)
+    for name, tensors in state.parts.items():
+        write_tensors(new / f"{name}.safetensors", tensors)
+    sums = {p.name: _sha256(p) for p in sorted(new.glob("*.safetensors"))}
+    write_json(new / "state.json", {"schema": 1, "step": state.step, "info": state.info, "sha256": sums})
+    if last.exists():
+        shutil.rmtree(older, ignore_errors=True)
+        os.replace(last, older)
+    os.replace(new, last)
+
+
+def load_state(run: Path) -> State | None:
+    """The newest state that is whole; None if the run has none."""
+    found = [folder for name in ("last", "last.1") if (folder := run / name).is_dir()]
+    for folder in found:
+        try:
+            return _read_state(folder)
+        except ValueError as error:
+            log.warning("resume state damaged, trying the one before it: %s", error)
+    if found:
+        raise ValueError(f"no resume state of {run} is whole; train again into another folder")
+    return None
+
+
+def _read_state(folder: Path) -> State:
+    head = read_json(folder / "state.json")
+    try:
+        step, info, sums = int(head["step"]), dict(head["info"]), dict(head["sha256"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{folder / 'state.json'} lacks step, info or sha256") from error
+    parts = {}
+    for name, expected in sums.items():
+        path = folder / name
+        if not path.is_file() or _sha256(path) != expected:
+            raise ValueError(f"{path} is missing or not what was saved")
+        parts[path.stem] = read_tensors(path)
+    return State(step, parts, info)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimiser's buffers as `param name|buffer name` -> tensor."""
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
+    return {
+        f"{names[param]}|{key}": value
+        for param, buffers in optimizer.state.items()
+        for key, value in buffers.items()
+        if isinstance(value, Tensor)
+    }
+
+
+def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `optimizer_tensors` gave, laid out in memory like the params."""
+    params = dict(model.named_parameters())
+    for key, value in tensors.items():
+        name, buffer = key.split("|")
+        param = params[name]
+        own = torch.empty_like(param) if value.shape == param.shape else torch.empty_like(value)
+        optimizer.state[param][buffer] = own.copy_(value)

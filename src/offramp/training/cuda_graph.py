@@ -1,0 +1,120 @@
+"""A training step as a CUDA graph: the same `iterate`, recorded once, then replayed without Python.
+
+A step of a network with exits is thousands of small kernels; launching them one by one takes longer than running
+them. A graph is recorded for steps that train the weight net and one for steps that do not. What no graph can hold
+(a network that draws numbers, several processes, an operation that waits) runs eagerly, and the reason is said once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+
+from offramp.training.checkpoint import optimizer_tensors
+from offramp.training.meta_gradient import generator_states, set_generator_states
+from offramp.training.rates import rates_on_device
+from offramp.training.step import HalfResult, Method, iterate
+from offramp.training.weighting import LearnedWeighting
+
+log = logging.getLogger("offramp")
+WARM_UP = 2
+Iterate = Callable[..., list[HalfResult]]
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A graph, the tensors it reads a batch from and those it leaves its results in."""
+
+    graph: torch.cuda.CUDAGraph
+    images: Tensor
+    labels: Tensor
+    results: list[HalfResult]
+
+    def replay(self, images: Tensor, labels: Tensor) -> list[HalfResult]:
+        self.images.copy_(images)
+        self.labels.copy_(labels)
+        self.graph.replay()
+        return self.results
+
+
+class Stepper:
+    """Runs steps on loader batches. Results are good until the next step: a graph writes them to the same place."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        method: Method,
+        run: Iterate = iterate,
+        *,
+        capture: bool = False,
+    ) -> None:
+        self.module, self.optimizer, self.method, self.run = module, optimizer, method, run
+        self.device = next(module.parameters()).device
+        self.captures = capture and self.device.type == "cuda" and method.world.size == 1
+        self._recorded: dict[tuple[bool, torch.Size], Recorded] = {}
+        if self.captures:
+            self._pool = torch.cuda.graph_pool_handle()
+            rates_on_device(optimizer, self.device)
+            if isinstance(method.weighting, LearnedWeighting):
+                rates_on_device(method.weighting.optimizer, self.device)
+
+    def __call__(self, images: Tensor, labels: Tensor, step: int) -> list[HalfResult]:
+        """Two updates on a loader batch."""
+        key = (self.method.learns(step), images.shape)
+        if self.captures and key not in self._recorded:
+            try:
+                self._recorded[key] = self._record(images, labels, step)
+            except (RuntimeError, NotCapturable) as error:
+                self.captures = False
+                reason = str(error.__context__ or error).splitlines()[0]
+                log.warning("the training step cannot be captured as a CUDA graph, it runs eagerly: %s", reason)
+        if self.captures:
+            return self._recorded[key].replay(images, labels)
+        return self.run(self.module, self.optimizer, self.method, images, labels, step)
+
+    def _record(self, images: Tensor, labels: Tensor, step: int) -> Recorded:
+        """Run a few steps for their side effects on libraries, undo them, and record one."""
+        _say_why_it_takes_a_while()
+        images, labels = images.clone(memory_format=torch.preserve_format), labels.clone()
+        draws, before = generator_states(self.device), {k: t.clone() for k, t in self._tensors().items()}
+        stream, current = torch.cuda.Stream(self.device), torch.cuda.current_stream(self.device)
+        stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(WARM_UP):
+                    self.run(self.module, self.optimizer, self.method, images, labels, step)
+        finally:
+            current.wait_stream(stream)
+            for name, tensor in self._tensors().items():
+                tensor.copy_(before[name]) if name in before else tensor.zero_()  # momenta begin at zero
+        if not all(map(torch.equal, draws, generator_states(self.device))):
+            set_generator_states(draws, self.device)
+            raise NotCapturable("the network draws random numbers")
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may speak to the device meanwhile: a loader's, for example.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            results = self.run(self.module, self.optimizer, self.method, images, labels, step)
+        return Recorded(graph, images, labels, results)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Everything that a step changes, by name."""
+        momenta = optimizer_tensors(self.module, self.optimizer)
+        own = {f"optimizer|{name}": tensor for name, tensor in momenta.items()}
+        own |= {f"weighting|{name}": tensor for name, tensor in self.method.weighting.tensors().items()}
+        own |= {f"param|{name}": param.detach() for name, param in self.module.named_parameters()}
+        return own | {f"buffer|{name}": buffer for name, buffer in self.module.named_buffers()}
+
+
+@cache
+def _say_why_it_takes_a_while() -> None:
+    log.info("recording the training step; where it never ran, its kernels are compiled first, for about a minute")
+
+
+class NotCapturable(Exception):
+    """A step does something that a graph would not repeat."""

@@ -1,0 +1,247 @@
+"""The meta-gradient: how the meta loss at the look-ahead params changes with the weights of the train half.
+
+Three interchangeable engines, one signature: `engine(problem) -> MetaGradient`. The weights enter the train
+loss linearly, so with v the gradient of the meta loss at the look-ahead params and D the derivative of the
+optimiser's step by the gradient (lookahead.py),
+
+    dL_meta / dw_ik = -(1/n) * (gradient of l_ik by the params) . (D v)
+
+The bracket is a directional derivative of the per-sample losses: `forward_mode` takes it with one forward-mode
+pass and needs no double backward; `finite_difference` approximates it; `double_backward` is the textbook way.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as fwAD
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from offramp.models.tape import Tape, no_trace, touched_buffers
+from offramp.training.lookahead import Params, look_ahead
+from offramp.training.objectives.allocation import allocate
+from offramp.training.objectives.losses import exit_confidences, exit_losses, mean_weights, weighted_loss
+from offramp.training.processes import World
+
+# The first dual tensor makes torch load its own decompositions, which it warns about itself.
+with warnings.catch_warnings(action="ignore"), fwAD.dual_level():
+    fwAD.make_dual(torch.zeros(1), torch.zeros(1))
+
+Criterion = Callable[[Sequence[Tensor], Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward pass over a half: outputs and losses with their graph, the generator states before it, its tape."""
+
+    images: Tensor
+    labels: Tensor
+    losses_BK: Tensor
+    generator_states: tuple[Tensor, ...]
+    outputs: Sequence[Tensor] = ()
+    tape: Tape | None = None
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything a meta-gradient depends on."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    train: Forward
+    weights_BK: Tensor
+    meta_images: Tensor
+    meta_labels: Tensor
+    q: float = 0.75
+    objective: str = "allocated"
+    look_ahead: str = "optimizer"
+    criterion: Criterion = exit_losses
+    world: World = field(default_factory=World)
+    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @property
+    def samples(self) -> int:
+        """The size of the train half over all processes."""
+        return len(self.train.labels) * self.world.size
+
+    def params(self) -> Params:
+        """The params that the optimiser moves, by name."""
+        moved = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        named = self.model.named_parameters()
+        return {name: p for name, p in named if p.requires_grad and id(p) in moved}
+
+    def outputs_at(self, params: Params, images: Tensor, replayed: Tape | None = None) -> Sequence[Tensor]:
+        """The network's outputs at other params; buffers are copies, so the real ones stay as they are."""
+        copies = {name: b.clone() for name, b in touched_buffers(self.model)}
+        with self.autocast(), no_trace() if replayed is None else replayed.replaying():
+            return functional_call(self.model, {**params, **copies}, (images,))
+
+    def train_losses_at(self, params: Params, replayed: Tape | None = None) -> Tensor:
+        """The train half's losses at other params, with the draws (dropout) of the first forward."""
+        with draws_from(self.train.generator_states, self.train.images.device):
+            return self.criterion(self.outputs_at(params, self.train.images, replayed), self.train.labels)
+
+    def release(self) -> None:
+        """Let go of what only the meta-gradient needed."""
+        if self.train.tape is not None:
+            self.train.tape.clear()
+
+
+@dataclass(frozen=True)
+class MetaGradient:
+    """The gradient of the meta loss by the weights [B, K] and the loss itself."""
+
+    weights_BK: Tensor
+    loss: Tensor
+
+
+Engine = Callable[[Problem], MetaGradient]
+
+
+def forward_mode(problem: Problem) -> MetaGradient:
+    """Exact, by one forward-mode pass over the train half; the first forward's graph is kept for reuse."""
+    params = problem.params()
+    direction, loss = _direction(problem, params)
+    return MetaGradient(by_tangents(problem, params, direction), loss)
+
+
+def by_tangents(problem: Problem, params: Params, direction: Params) -> Tensor:
+    """The gradient by the weights: how the train losses at `params` change along the direction D v."""
+    # Fused attention has no forward-mode formula; its plain form has.
+    with torch.no_grad(), fwAD.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        duals = {name: fwAD.make_dual(p.detach(), direction[name]) for name, p in params.items()}
+        found: Any = fwAD.unpack_dual(problem.train_losses_at(duals, problem.train.tape)).tangent
+        # None where the train half reads nothing that moves
+        tangents_BK = torch.zeros_like(problem.weights_BK) if found is None else found
+    return -tangents_BK / problem.samples
+
+
+def finite_difference(problem: Problem) -> MetaGradient:
+    """Approximate: the losses a small step ahead and behind along the same direction.
+
+    The step balances rounding against curvature: the cube root of the machine's precision, relative to the
+    params' own size.
+    """
+    params = problem.params()
+    direction, loss = _direction(problem, params)
+    # In half precision the small step would drown in rounding.
+    full = partial(torch.autocast, problem.train.images.device.type, enabled=False)
+    problem = replace(problem, autocast=full)
+    with torch.no_grad():
+        size, length = (_norm(tensors.values()) for tensors in (params, direction))
+        relative = torch.finfo(loss.dtype).eps ** (1 / 3)
+        step = torch.where(length > 0, relative * size / length, torch.ones_like(length))  # 0: nothing to see
+        ahead, behind = (
+            problem.train_losses_at({name: p + sign * step * direction[name] for name, p in params.items()})
+            for sign in (1, -1)
+        )
+    return MetaGradient(-(ahead - behind) / (2 * step) / problem.samples, loss)
+
+
+def double_backward(problem: Problem) -> MetaGradient:
+    """The textbook way: differentiate through the look-ahead step."""
+    params = problem.params()
+    weights_BK = problem.weights_BK.detach().requires_grad_()
+    gradients = _train_gradients(problem, params, weights_BK, create_graph=True)
+    ahead = look_ahead(problem.optimizer, params, gradients, problem.look_ahead)
+    loss = meta_loss(problem, ahead.params)
+    (by_weights,) = torch.autograd.grad(loss, weights_BK, retain_graph=True, materialize_grads=True)
+    return MetaGradient(by_weights, problem.world.sum(loss.detach()))
+
+
+ENGINES: dict[str, Engine] = {
+    "forward_mode": forward_mode,
+    "double_backward": double_backward,
+    "finite_difference": finite_difference,
+}
+
+
+def meta_loss(problem: Problem, params: Params) -> Tensor:
+    """The meta loss at `params`."""
+    return meta_loss_of(problem, problem.outputs_at(params, problem.meta_images))
+
+
+def meta_loss_of(problem: Problem, outputs: Sequence[Tensor]) -> Tensor:
+    """The meta loss of outputs: each exit's mean over the samples that would leave there (Eq. 6), or over all."""
+    num_exits = problem.weights_BK.shape[1]
+    outputs = outputs[:num_exits]  # a teacher behind them is no exit
+    losses_BK = exit_losses(outputs, problem.meta_labels)
+    if problem.objective == "whole":
+        return losses_BK.sum() / (len(losses_BK) * problem.world.size)
+    everyone = problem.world.gather(exit_confidences(outputs))
+    means_NK = mean_weights(allocate(everyone, problem.q), num_exits)
+    return (problem.world.own_rows(means_NK).to(losses_BK.dtype) * losses_BK).sum()
+
+
+def _direction(problem: Problem, params: Params) -> tuple[Params, Tensor]:
+    """D v for every param, and the meta loss."""
+    gradients = _train_gradients(problem, params, problem.weights_BK.detach(), create_graph=False)
+    ahead = look_ahead(problem.optimizer, params, gradients, problem.look_ahead)
+    leaves = {name: p.detach().requires_grad_() for name, p in ahead.params.items()}
+    loss = meta_loss(problem, leaves)
+    v = meta_gradients(problem, loss, leaves)
+    return ahead.direction(v), problem.world.sum(loss.detach())
+
+
+def meta_gradients(problem: Problem, loss: Tensor, params: Params, keep_graph: bool = False) -> Params:
+    """The gradient of the meta loss by the params it was computed at, over all processes."""
+    v = torch.autograd.grad(loss, list(params.values()), retain_graph=keep_graph, materialize_grads=True)
+    return dict(zip(params, problem.world.sum_all(v), strict=True))
+
+
+def _train_gradients(
+    problem: Problem, params: Params, weights_BK: Tensor, create_graph: bool
+) -> dict[str, Tensor | None]:
+    """The gradient of the weighted train loss, from the first forward's graph, over all processes."""
+    loss = weighted_loss(problem.train.losses_BK, weights_BK, problem.samples)
+    found = torch.autograd.grad(
+        loss, list(params.values()), retain_graph=True, create_graph=create_graph, allow_unused=True
+    )
+    if problem.world.size > 1:
+        if create_graph:
+            raise ValueError("double_backward runs in one process only; use forward_mode")
+        used = [g for g in found if g is not None]
+        summed = iter(problem.world.sum_all(used))
+        found = tuple(None if g is None else next(summed) for g in found)
+    return dict(zip(params, found, strict=True))
+
+
+def _norm(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([t.norm() for t in tensors]).norm()
+
+
+def generator_states(device: torch.device) -> tuple[Tensor, ...]:
+    """The states of the generators that a module may draw from; none while a graph is recorded (capture.py)."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return ()
+    cpu = torch.get_rng_state()
+    return (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu,)
+
+
+@contextmanager
+def draws_from(states: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
+    """Draw as from `states` (None: go on) inside the block, and afterwards as if it had not been."""
+    before = generator_states(device)
+    if states is not None:
+        set_generator_states(states, device)
+    try:
+        yield
+    finally:
+        set_generator_states(before, device)
+
+
+def set_generator_states(states: tuple[Tensor, ...], device: torch.device) -> None:
+    """Put back what `generator_states` gave."""
+    if not states:
+        return
+    torch.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

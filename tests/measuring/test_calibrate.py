@@ -1,0 +1,264 @@
+"""From a run's saved outputs to policy.json: each request, what it promises, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.saved import COSTS, write_run
+from offramp.cli import main
+from offramp.measuring.calibrate import PolicyRequest, calibrate_run, stage_times
+from offramp.measuring.confidence import answers, confidences, fit_temperatures
+from offramp.measuring.policy import Policies, Policy, exits_taken, outcome, read_policies
+from offramp.measuring.risk import halves, lost
+from offramp.measuring.thresholds import Q_GRID, q_thresholds
+from offramp.runs.outputs import read_outputs
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return write_run(tmp_path / "run")
+
+
+def on_calibration(run: Path, policies: Policies):
+    saved = read_outputs(run, "calibration")
+    given = answers(saved.logits, saved.labels, policies.measure, policies.temperatures)
+    return given, outcome(given, policies.policy.thresholds, COSTS)
+
+
+def test_the_file_holds_both_families_and_goes_there_and_back(run: Path) -> None:
+    found = calibrate_run(run)
+    assert read_policies(run / "policy.json") == found
+    value = json.loads((run / "policy.json").read_text())
+    assert value["schema"] == 1 and value["costs"] == list(COSTS) and value["temperatures"] is None
+    assert [p.q for p in found.policies[:39]] == list(Q_GRID)
+    assert len(found.family("searched")) >= 40
+    assert found.family("searched")[0].shares[0] == 1.0  # the cheapest leaves everybody at exit 1
+    for policy in found.policies:
+        assert len(policy.thresholds) == 2 and sum(policy.shares) == pytest.approx(1)
+        assert policy.mul_adds == pytest.approx(np.dot(policy.shares, COSTS))
+
+
+def test_by_q(run: Path) -> None:
+    found = calibrate_run(run, PolicyRequest(q=0.75))
+    given, own = on_calibration(run, found)
+    assert found.policy.q == 0.75
+    assert found.policy.thresholds == q_thresholds(given.confidences, 0.75)
+    assert (found.policy.top1, found.policy.mul_adds, found.policy.shares) == (own.top1, own.cost, own.shares)
+
+
+@pytest.mark.parametrize("family", ["searched", "q"])
+def test_by_budget(run: Path, family: str) -> None:
+    found = calibrate_run(run, PolicyRequest(budget_mul_adds=2.2e6, family=family))
+    _, own = on_calibration(run, found)
+    assert 2.0e6 < own.cost <= 2.2e6
+    rivals = [p.top1 for p in found.policies if p.family == "q" and p.mul_adds <= 2.2e6]
+    if family == "searched":
+        assert own.top1 >= max(rivals)
+
+
+@pytest.mark.parametrize("family", ["searched", "q"])
+def test_by_drop(run: Path, family: str) -> None:
+    found = calibrate_run(run, PolicyRequest(max_drop_points=1.0, family=family))
+    given, own = on_calibration(run, found)
+    assert own.top1 >= given.right[-1].mean() - 0.01 - 1e-12
+    cheaper = [p for p in found.family(family)[:-1] if p.mul_adds < own.cost * 0.97]
+    assert all(p.top1 < given.right[-1].mean() - 0.01 for p in cheaper)
+    dearer = calibrate_run(run, PolicyRequest(max_drop_points=0.0, family=family)).policy
+    assert dearer.mul_adds >= found.policy.mul_adds
+    assert dearer.top1 >= given.right[-1].mean()
+
+
+@pytest.mark.parametrize("family", ["searched", "q"])
+def test_a_drop_is_never_exceeded(tmp_path: Path, family: str) -> None:
+    for seed in range(6):
+        small = write_run(tmp_path / f"{seed}", seed=seed, calibration=60)
+        found = calibrate_run(small, PolicyRequest(max_drop_points=0.0, family=family))
+        given, own = on_calibration(small, found)
+        assert own.top1 >= given.right[-1].mean()
+
+
+def test_the_cheapest_budget_is_kept(run: Path) -> None:
+    for family in ("searched", "q"):
+        found = calibrate_run(run, PolicyRequest(budget_mul_adds=float(COSTS[0]), family=family))
+        assert found.policy.mul_adds == COSTS[0] and found.policy.shares == (1.0, 0.0, 0.0)
+
+
+def test_by_risk(run: Path) -> None:
+    found = calibrate_run(run, PolicyRequest(risk=0.08, probability=0.9))
+    given, own = on_calibration(run, found)
+    promise = found.policy.promise
+    assert promise is not None and (promise.risk, promise.probability, promise.samples) == (0.08, 0.9, 200)
+    assert promise.lost == lost(given.rows(halves(400, 0)[1]), found.policy.thresholds)
+    assert own.cost < COSTS[-1]
+    assert read_policies(run / "policy.json").policy.promise == promise
+
+
+def test_temperatures_of_a_promise_come_from_the_choosing_half_alone(run: Path) -> None:
+    saved = read_outputs(run, "calibration")
+    rows, _ = halves(400, 0)
+    half = fit_temperatures(saved.logits[:, rows], saved.labels[rows])
+    assert calibrate_run(run, PolicyRequest(risk=0.1), temperature=True).temperatures == half
+    assert calibrate_run(run, PolicyRequest(q=1.0), temperature=True).temperatures == fit_temperatures(
+        saved.logits, saved.labels
+    )
+
+
+def test_by_milliseconds(run: Path, tmp_path: Path) -> None:
+    times = tmp_path / "times.json"
+    stages = {str(k): {"1": 2.0, "8": ms} for k, ms in ((1, 8.0), (2, 16.0), (3, 4.0))}
+    times.write_text(json.dumps({"stage_ms": stages}))
+    assert stage_times({"stage_ms": stages}, 3) == (1.0, 3.0, 3.5)
+    assert stage_times({"stage_ms": stages}, 3, batch=1) == (2.0, 4.0, 6.0)
+    found = calibrate_run(run, PolicyRequest(budget_ms=2.0), times=times)
+    assert found.policy.milliseconds == pytest.approx(np.dot(found.policy.shares, (1.0, 3.0, 3.5)))
+    assert 1.7 < found.policy.milliseconds <= 2.0 + 1e-9
+    assert all(p.milliseconds is not None for p in found.policies)
+    with pytest.raises(ValueError, match="--times"):
+        calibrate_run(run, PolicyRequest(budget_ms=2.0))
+    with pytest.raises(ValueError, match="budget 0.5 ms is below exit 1's cost, 1 ms"):
+        calibrate_run(run, PolicyRequest(budget_ms=0.5), times=times)
+    for broken in ({}, {"stage_ms": {"1": {"8": 1}}}, {"stage_ms": {"1": {}, "2": {}, "3": {}}}, [1], {"stage_ms": 3}):
+        with pytest.raises(ValueError, match="table of times"):
+            stage_times(broken, 3)
+
+
+@pytest.mark.parametrize("measure", ["max_softmax", "margin", "entropy"])
+def test_measures_and_temperatures_reach_the_file(run: Path, measure: str) -> None:
+    found = calibrate_run(run, PolicyRequest(q=0.8), measure=measure, temperature=True)
+    saved = read_outputs(run, "calibration")
+    own = confidences(saved.logits, measure, found.temperatures)
+    counts = np.bincount(exits_taken(own, found.policy.thresholds), minlength=4)[1:]
+    assert found.policy.shares == tuple(counts / 400)
+    assert read_policies(run / "policy.json").measure == measure
+
+
+def test_the_test_split_is_never_looked_at(run: Path) -> None:
+    before = calibrate_run(run, PolicyRequest(budget_mul_adds=2e6))
+    shutil.rmtree(run / "eval" / "test")
+    assert calibrate_run(run, PolicyRequest(budget_mul_adds=2e6)) == before
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        ({"budget_mul_adds": 0.5e6}, "budget 0.50M is below exit 1's cost, 1.00M"),
+        ({"budget_mul_adds": 6e6}, "budget 6.00M is above the whole network's cost, 5.00M"),
+        ({"budget_mul_adds": math.nan}, "below exit 1's cost"),
+        ({"q": 0.5, "risk": 0.1}, "one thing at a time, not for q and risk"),
+        ({"max_drop_points": -1.0}, "0 or more"),
+        ({"budget_ms": -1.0}, "above 0"),
+        ({"risk": 2.0}, "between 0 and 1"),
+        ({"family": "serched"}, "searched"),
+        ({"q": -1.0}, "q must be a number above 0"),
+    ],
+)
+def test_requests_that_cannot_be_met_are_sentences(run: Path, request_: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        calibrate_run(run, PolicyRequest(**request_))
+    assert not (run / "policy.json").exists()
+
+
+def test_runs_that_cannot_be_calibrated_are_sentences(run: Path, tmp_path: Path) -> None:
+    none = write_run(tmp_path / "none", calibration=0)
+    with pytest.raises(ValueError, match=r"has no calibration split.*data\.calibration=0"):
+        calibrate_run(none)
+    logits = np.load(run / "eval/calibration/logits.npy")
+    logits[1, 3, 2] = np.nan
+    np.save(run / "eval/calibration/logits.npy", logits)
+    with pytest.raises(ValueError, match="exit 2 has logits that are not finite"):
+        calibrate_run(run)
+    np.save(run / "eval/calibration/logits.npy", logits[:, :5])
+    with pytest.raises(ValueError, match="do not belong together"):
+        calibrate_run(run)
+    (run / "eval/calibration/logits.npy").write_bytes(b"no array")
+    with pytest.raises(ValueError, match="is damaged"):
+        calibrate_run(run)
+    (run / "eval/calibration/logits.npy").unlink()
+    with pytest.raises(ValueError, match="is missing"):
+        calibrate_run(run)
+    (run / "eval/calibration/difficulty.npy").unlink()
+    for name in ("logits", "labels", "index"):
+        shape = (3, 0, 6) if name == "logits" else (0,)
+        kind = np.float32 if name == "logits" else np.int64
+        np.save(run / f"eval/calibration/{name}.npy", np.zeros(shape, kind))
+    with pytest.raises(ValueError, match="is empty"):
+        calibrate_run(run)
+    (run / "eval/eval.json").write_text('{"schema": 1}')
+    with pytest.raises(ValueError, match="is damaged"):
+        calibrate_run(run)
+    with pytest.raises(ValueError, match="has not been evaluated"):
+        calibrate_run(tmp_path)
+
+
+def test_a_bundle_picks_the_dearest_policy_that_fits(run: Path) -> None:
+    for request in (PolicyRequest(q=0.75), PolicyRequest(budget_mul_adds=2e6), PolicyRequest(risk=0.1)):
+        found = calibrate_run(run, request)
+        own = found.within(2.5e6)
+        family = "q" if request.q else "searched"
+        assert own == max((p for p in found.family(family) if p.mul_adds <= 2.5e6), key=lambda p: p.mul_adds)
+    assert found.at_q(0.62).q == 0.6
+    with pytest.raises(ValueError, match="below exit 1's cost"):
+        found.within(10.0)
+
+
+def test_damaged_policy_files_are_sentences(run: Path) -> None:
+    calibrate_run(run)
+    good = json.loads((run / "policy.json").read_text())
+    changes = {
+        "policy schema 2 is not known": {"schema": 2},
+        "measure 'no' is not known": {"measure": "no"},
+        "needs 3 temperatures": {"temperatures": [1.0]},
+        "chosen policy 999 is not there": {"chosen": 999},
+        "needs 3 thresholds": {"costs": [1, 2, 3, 4]},
+        "is not a policy file": {"policies": [{}]},
+    }
+    for words, change in changes.items():
+        (run / "policy.json").write_text(json.dumps({**good, **change}))
+        with pytest.raises(ValueError, match=words):
+            read_policies(run / "policy.json")
+    (run / "policy.json").write_text("[]")
+    with pytest.raises(ValueError, match="is not a policy file"):
+        read_policies(run / "policy.json")
+
+
+def test_nobody_leaves_is_null_in_the_file() -> None:
+    policy = Policy("q", 1.0, (math.inf, 0.5), 1.0, (0.5, 0.5, 0.0), 0.9)
+    assert policy.to_json()["thresholds"] == [None, 0.5]
+    assert Policy.from_json(policy.to_json()) == policy
+
+
+def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(*words: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["offramp", "calibrate", str(run), *words])
+        with pytest.raises(SystemExit) as left:
+            main()
+        return int(left.value.code or 0)
+
+    assert call("--budget", "2.2M") == 0
+    out = capsys.readouterr().out
+    assert "mul-adds per image" in out and "all the rest" in out and "policy.json" in out
+    assert call("--risk", "0.1", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["promise"]["risk"] == 0.1
+    assert call("--budget", "lots") == 2
+    assert "--budget must be a count such as 15M, got 'lots'" in capsys.readouterr().err
+    assert call("--budget", "1k") == 2
+    assert call("--q", "0.5", "--out", str(run / "other.json")) == 0
+    assert read_policies(run / "other.json").policy.q == 0.5
+
+
+def test_calibrating_needs_no_torch(run: Path) -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from offramp.measuring.calibrate import calibrate_run\n"
+        f"print(calibrate_run({str(run)!r}).policy.mul_adds > 0)"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "True"

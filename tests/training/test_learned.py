@@ -1,0 +1,283 @@
+"""Algorithm 1: in the trainer, and for people with their own network and loop."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from offramp import LearnedWeights
+from offramp.models.store import read_tensors
+from offramp.runs.config import RunConfig
+from offramp.runs.folder import read_metrics
+from offramp.training.meta_gradient import ENGINES
+from offramp.training.objectives.losses import exit_losses
+from offramp.training.step import Method, iterate
+from offramp.training.train import train_run
+from offramp.training.weighting import LearnedWeighting, UniformWeighting
+
+Config = Callable[..., RunConfig]
+
+
+class Theirs(nn.Module):
+    """Somebody's multi-exit module: nothing of ours in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.1))
+        self.two = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.a, self.b = nn.Linear(16, 3), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        h = self.one(x)
+        return [self.a(h), self.b(self.two(h))]
+
+
+def loader(steps: int, n: int = 32) -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+    centres = torch.randn(3, 8, generator=draw)
+    batches = []
+    for _ in range(steps):
+        y = torch.randint(3, (n,), generator=draw)
+        batches.append((centres[y] + 0.7 * torch.randn(n, 8, generator=draw), y))
+    return batches
+
+
+def same(a: nn.Module, b: nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_range_zero_is_the_baseline_bit_for_bit() -> None:
+    models = []
+    for weighting in (UniformWeighting(), LearnedWeighting(2, delta=0.0)):
+        torch.manual_seed(0)
+        model = Theirs()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+        for step, (x, y) in enumerate(loader(10)):
+            torch.manual_seed(step)
+            iterate(model, optimizer, Method(weighting), x, y, step)
+        models.append(model)
+    assert same(*models)
+
+
+def test_range_zero_is_the_baseline_in_the_trainer(tmp_path: Path, small_config: Config) -> None:
+    runs = [
+        train_run(small_config(*settings), tmp_path / str(at), device="cpu")
+        for at, settings in enumerate(
+            [(), ("weighting.name=learned", "weighting.delta=0"), ("weighting.name=learned",)]
+        )
+    ]
+    weights = [read_tensors(run / "model.safetensors") for run in runs]
+    assert all(torch.equal(weights[0][k], weights[1][k]) for k in weights[0])  # 24 updates
+    assert not all(torch.equal(weights[0][k], weights[2][k]) for k in weights[0])
+    assert "meta_loss" in read_metrics(runs[2])[-1] and "meta_loss" not in read_metrics(runs[0])[-1]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine_trains_the_same_way(engine: str) -> None:
+    """In float64 a whole training by each engine ends at the same params (differences: nearly)."""
+    results = []
+    for name in ("double_backward", engine):
+        torch.manual_seed(0)
+        model = Theirs().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        weighting = LearnedWeighting(2, learning_rate=0.01)
+        weighting.net.double()
+        for step, (x, y) in enumerate(loader(5)):
+            iterate(model, optimizer, Method(weighting, ENGINES[name]), x.double(), y, step)
+        results.append((model, weighting.net))
+    for a, b in zip(*results, strict=True):
+        for p, q in zip(a.parameters(), b.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-3 if engine == "finite_difference" else 1e-10)
+
+
+def test_the_interval_counts_loader_batches() -> None:
+    torch.manual_seed(0)
+    model = Theirs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = Method(LearnedWeighting(2), interval=3)
+    learned = [
+        [half.meta_loss is not None for half in iterate(model, optimizer, method, x, y, step)]
+        for step, (x, y) in enumerate(loader(5))
+    ]
+    assert learned == [[True, True], [False, False], [False, False], [True, True], [False, False]]
+
+
+def test_the_weights_learn_what_the_meta_objective_asks_for() -> None:
+    """Exit 2 sees pure noise: with a whole-set objective its weight must not rise above exit 1's."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trunk, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(8, 3)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            h = self.trunk(x)
+            return [self.a(h), self.b(torch.randn_like(h) * 3 + 0 * h)]
+
+    torch.manual_seed(0)
+    model = Half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    weighting = LearnedWeighting(2, learning_rate=3e-3)
+    method = Method(weighting, objective="whole")
+    for step, (x, y) in enumerate(loader(60, 64)):
+        halves = iterate(model, optimizer, method, x, y, step)
+    assert halves[-1].weights_BK[:, 0].mean() > halves[-1].weights_BK[:, 1].mean()
+
+
+def test_learned_training_resumes_bit_for_bit(tmp_path: Path, small_config: Config) -> None:
+    import shutil
+
+    learned = ("weighting.name=learned", "weighting.interval=2")
+    run = train_run(small_config(*learned), tmp_path / "run", device="cpu")
+    again = tmp_path / "again"
+    shutil.copytree(run, again)
+    (again / "model.safetensors").unlink()
+    shutil.rmtree(again / "last")
+    (again / "last.1").rename(again / "last")  # one step back
+    train_run(small_config(*learned), again, device="cpu", resume=True)
+    for part in ("model", "optimizer", "weighting"):
+        a, b = (read_tensors(r / "last" / f"{part}.safetensors") for r in (run, again))
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def test_the_weight_net_learns_until_it_is_told_to_stop(tmp_path: Path, small_config: Config) -> None:
+    def net(run: Path) -> dict[str, torch.Tensor]:
+        tensors = read_tensors(run / "last" / "weighting.safetensors")
+        return {name: tensor for name, tensor in tensors.items() if name.startswith("net")}
+
+    learned = ("weighting.name=learned", "train.epochs=2")
+    half = train_run(small_config(*learned, "weighting.until=0.5"), tmp_path / "half", device="cpu")
+    never = train_run(small_config(*learned, "weighting.until=0"), tmp_path / "never", device="cpu")
+    assert ["meta_loss" in row for row in read_metrics(half)] == [True, False]
+    assert ["meta_loss" in row for row in read_metrics(never)] == [False, False]
+    untouched = LearnedWeighting(2, seed=small_config().seed).tensors()
+    assert net(half).keys() == net(never).keys() and net(never)
+    for name, tensor in net(never).items():
+        torch.testing.assert_close(tensor, untouched[name])
+    assert any(not torch.equal(tensor, net(never)[name]) for name, tensor in net(half).items())
+
+
+def test_every_weighting_trains_and_keeps_samples(tmp_path: Path, small_config: Config) -> None:
+    learned = train_run(small_config("weighting.name=learned", "train.epochs=1"), tmp_path / "learned", device="cpu")
+    frozen = ("weighting.name=frozen", f'weighting.from_run="{learned}"')
+    for at, settings in enumerate(
+        [
+            ("weighting.name=ascending",),
+            ("weighting.name=fixed", "weighting.exits=[1.2, 0.8]"),
+            ("weighting.name=selection",),
+            frozen,
+        ]
+    ):
+        run = train_run(small_config(*settings, "train.epochs=1"), tmp_path / str(at), device="cpu")
+        kept = np.load(run / "samples" / "epoch-0001.npz")
+        assert {name: kept[name].shape for name in kept} == {
+            "losses": (32, 2),
+            "confidences": (32, 2),
+            "weights": (32, 2),
+            "exits": (32,),
+        }
+    net = read_tensors(learned / "last" / "weighting.safetensors")
+    same_net = read_tensors(run / "last" / "weighting.safetensors")
+    assert all(torch.equal(net[k], same_net[k]) for k in same_net) and same_net
+    np.testing.assert_allclose(kept["weights"].mean(1), 1, atol=1e-6)
+    uniform = train_run(small_config("train.epochs=1"), tmp_path / "uniform", device="cpu")
+    for words, bad in (
+        ("holds no finished weight net", ("weighting.name=frozen", f'weighting.from_run="{uniform}"')),
+        ("has 3 weights, the network has 2 exits", ("weighting.name=fixed", "weighting.exits=[1, 1, 1]")),
+    ):
+        with pytest.raises(ValueError, match=words):
+            train_run(small_config(*bad), tmp_path / "bad", device="cpu")
+        assert not (tmp_path / "bad").exists()  # the next try may take the same folder
+
+
+def test_their_own_loop_with_a_scheduler_and_saved_state() -> None:
+    def make() -> tuple[Theirs, torch.optim.Optimizer, LearnedWeights]:
+        torch.manual_seed(0)
+        model = Theirs()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        return model, optimizer, LearnedWeights(model, optimizer, num_exits=2, total_steps=30)
+
+    model, optimizer, weights = make()
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+    saved: dict[str, object] = {}
+    logs = []
+    for at, (x, y) in enumerate(loader(30)):
+        if at == 20:
+            saved = copy.deepcopy([m.state_dict() for m in (model, optimizer, scheduler, weights)])  # type: ignore[assignment]
+        torch.manual_seed(at)
+        logs.append(weights.step(x, y))
+        scheduler.step()
+    assert logs[-1]["loss"] < 0.6 * logs[0]["loss"]
+    assert {"loss", "loss/exit1", "loss/exit2", "meta_loss", "weight/min", "weight/max"} == set(logs[0])
+    assert all(type(v) is float for v in logs[0].values())
+    again, optimizer2, weights2 = make()
+    scheduler2 = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer2, 30)
+    for part, state in zip((again, optimizer2, scheduler2, weights2), saved, strict=True):
+        part.load_state_dict(state)  # type: ignore[attr-defined]
+    for at, (x, y) in list(enumerate(loader(30)))[20:]:
+        torch.manual_seed(at)
+        weights2.step(x, y)
+        scheduler2.step()
+    assert same(model, again)
+    assert same(weights.weighting.net, weights2.weighting.net)
+
+
+def test_autocast_around_the_whole_step_is_autocast_around_each_pass() -> None:
+    """Inside one autocast, cached half-precision copies of the params must not survive an update."""
+    results = []
+    for whole in (True, False):
+        torch.manual_seed(0)
+        model = Theirs()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        weights = LearnedWeights(model, optimizer, num_exits=2)
+        if not whole:
+            from functools import partial
+
+            fields = {**vars(weights.method), "autocast": partial(torch.autocast, "cpu", torch.bfloat16)}
+            weights.method = Method(**fields)
+        for at, (x, y) in enumerate(loader(4)):
+            torch.manual_seed(at)
+            with torch.autocast("cpu", torch.bfloat16, enabled=whole):
+                weights.step(x, y)
+        results.append(model)
+    for a, b in zip(results[0].parameters(), results[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+
+
+def test_mistakes_get_a_sentence(small_config: Config) -> None:
+    model = Theirs()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="centring 'exits' is unknown; did you mean 'exit'"):
+        LearnedWeights(model, sgd, num_exits=2, centring="exits")
+    with pytest.raises(ValueError, match="got Adagrad"):
+        LearnedWeights(model, torch.optim.Adagrad(model.parameters()), num_exits=2)
+    with pytest.raises(ValueError, match="at least two samples"):
+        LearnedWeights(model, sgd, num_exits=2).step(torch.randn(1, 8), torch.tensor([0]))
+    with pytest.raises(ValueError, match="the network gives 2 exits, the weight net is for 3"):
+        LearnedWeights(model, sgd, num_exits=3).step(torch.randn(4, 8), torch.tensor([0, 1, 2, 0]))
+    with pytest.raises(ValueError, match="until must lie between 0 and 1"):
+        LearnedWeights(model, sgd, num_exits=2, until=2, total_steps=9)
+    with pytest.raises(ValueError, match="needs total_steps"):
+        LearnedWeights(model, sgd, num_exits=2, until=0.5)
+    with pytest.raises(ValueError, match="clipping by global norm"):
+        small_config("weighting.name=learned", "train.clip_norm=1")
+    with pytest.raises(ValueError, match=r"needs weighting\.from_run"):
+        small_config("weighting.name=frozen")
+    small_config("train.clip_norm=1")
+
+
+def test_an_odd_batch_is_split_as_evenly_as_it_goes() -> None:
+    torch.manual_seed(0)
+    model = Theirs()
+    weights = LearnedWeights(model, torch.optim.SGD(model.parameters(), lr=0.1), num_exits=2)
+    x, y = loader(1, 33)[0]
+    before = exit_losses(model(x), y).mean()
+    for _ in range(5):
+        weights.step(x, y)
+    assert exit_losses(model(x), y).mean() < before

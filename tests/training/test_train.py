@@ -1,0 +1,401 @@
+"""Training: what a run folder holds, that it resumes bit for bit, and that it stops where it should."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from helpers.runs import SMALL_RUN, call
+from offramp import ExitNet, load_model, register_model
+from offramp.common.files import read_json, write_json
+from offramp.common.signals import Stopped
+from offramp.data import load_dataset
+from offramp.models.store import read_tensors
+from offramp.runs.config import RunConfig, with_settings
+from offramp.runs.folder import read_metrics
+from offramp.runs.recipe import load_recipe
+from offramp.training.build import refuse_other_size
+from offramp.training.checkpoint import load_state
+from offramp.training.rates import cosine
+from offramp.training.train import names, train_run, train_runs
+
+Config = Callable[..., RunConfig]
+CHECKPOINT = (
+    "model.safetensors",
+    "optimizer.safetensors",
+    "state.json",
+    "tally.safetensors",
+    "weighting.safetensors",
+)
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    left, right = (read_tensors(run / "model.safetensors") for run in (a, b))
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def without_speed(run: Path) -> list[dict[str, object]]:
+    rows = read_metrics(run)
+    spent = [row["seconds"] for row in rows]
+    assert spent == sorted(spent)  # earlier calls' time counts in
+    return [{k: v for k, v in row.items() if k not in ("images_per_s", "seconds")} for row in rows]
+
+
+def test_a_run_folder_holds_what_it_should(tmp_path: Path, small_config: Config) -> None:
+    run = train_run(small_config(), tmp_path / "run", device="cpu")
+    names = {p.name for p in run.iterdir()}
+    assert names == {
+        "config.json",
+        "data.json",
+        "environment.json",
+        "metrics.jsonl",
+        "model.safetensors",
+        "samples",
+        "tensorboard",
+        "last",
+        "last.1",
+    }
+    config = json.loads((run / "config.json").read_text())
+    assert config["model"]["num_classes"] == 10 and config["recipe"] == "digits-baseline"
+    environment = json.loads((run / "environment.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__.split("+")[0]
+    assert sorted(p.name for p in (run / "last").iterdir()) == sorted(CHECKPOINT)
+    rows = read_metrics(run)
+    assert [row["epoch"] for row in rows] == [1, 2, 3] and [row["step"] for row in rows] == [4, 8, 12]
+    assert rows[-1]["train_loss"][0] < rows[0]["train_loss"][0]
+    assert list((run / "tensorboard").glob("events*"))
+    model = load_model(run)
+    assert model.num_exits == len(rows[0]["calibration_top1"]) == 2
+
+
+def test_the_loss_curve_is_the_one_it_has_always_been(tmp_path: Path, small_config: Config) -> None:
+    """Few updates, because rounding grows from update to update and differs between machines."""
+    run = train_run(
+        small_config("data.train=64", "train.epochs=5", "train.learning_rate=0.01"), tmp_path / "run", device="cpu"
+    )
+    losses = [sum(row["train_loss"]) for row in read_metrics(run)]
+    np.testing.assert_allclose(losses, GOLDEN, rtol=1e-3)
+
+
+GOLDEN = [4.704306, 4.685682, 4.584213, 4.604468, 4.578219]  # torch 2.15, two threads, AVX2
+
+
+def test_the_seed_decides(tmp_path: Path, small_config: Config) -> None:
+    runs = [
+        train_run(small_config("train.epochs=1", f"seed={seed}"), tmp_path / str(at), device="cpu")
+        for at, seed in enumerate((0, 0, 1))
+    ]
+    assert same_weights(runs[0], runs[1])
+    assert not same_weights(runs[0], runs[2])
+
+
+def command(run: Path, *more: str) -> list[str]:
+    settings = [word for setting in SMALL_RUN for word in ("--set", setting)]
+    return [
+        *(sys.executable, "-m", "offramp", "train", "digits-baseline", "--out", str(run)),
+        *settings,
+        *("--device", "cpu", *more),
+    ]
+
+
+def saved_step(run: Path) -> int:
+    try:
+        return int(json.loads((run / "last" / "state.json").read_text())["step"])
+    except (OSError, ValueError):
+        return 0
+
+
+def test_a_run_killed_anywhere_ends_with_the_same_weights(tmp_path: Path, small_config: Config) -> None:
+    whole = train_run(small_config(), tmp_path / "whole", device="cpu")
+    killed = tmp_path / "killed"
+    draw = np.random.default_rng()
+    for at_step in (1, 6, 10):
+        process = subprocess.Popen(
+            command(killed, *(["--resume"] if killed.exists() else [])),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+        )
+        deadline = time.monotonic() + 120
+        while saved_step(killed) < at_step:
+            assert process.poll() is None, process.stderr and process.stderr.read().decode()
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        time.sleep(draw.uniform(0, 0.03))
+        process.kill()
+        process.communicate()
+    train_run(small_config(), killed, device="cpu", resume=True)
+    assert same_weights(whole, killed)
+    assert without_speed(whole) == without_speed(killed)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_leaves_with_a_sentence(
+    tmp_path: Path, small_config: Config, signum: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = train_run(small_config(), tmp_path / "whole", device="cpu")
+    import offramp.training.loop as training
+
+    real, calls, before = training.iterate, [], signal.getsignal(signal.SIGINT)
+
+    def update(*args: object) -> object:
+        calls.append(0)
+        if len(calls) == 6:
+            os.kill(os.getpid(), signum)
+        return real(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(training, "iterate", update)
+    run = tmp_path / "run"
+    with pytest.raises(
+        Stopped, match="stopped at step 6 of 12, saved; go on with the same command and --resume"
+    ) as stopped:
+        train_run(small_config("train.save_seconds=1000"), run, device="cpu")
+    assert stopped.value.signum == signum
+    assert not (run / "model.safetensors").exists()
+    assert signal.getsignal(signal.SIGINT) is before
+    monkeypatch.undo()
+    state = read_json(run / "last/state.json")
+    assert 0 < state["info"]["seconds"] < 600
+    write_json(run / "last/state.json", state | {"info": {"seconds": 5000.0}})
+    train_run(small_config("train.save_seconds=1000"), run, device="cpu", resume=True)
+    assert same_weights(whole, run)
+    assert without_speed(whole) == without_speed(run)
+    assert read_metrics(run)[-1]["seconds"] > 5000  # what was spent before it was stopped counts
+
+
+def test_a_damaged_state_is_reported_and_the_one_before_used(
+    tmp_path: Path, small_config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = train_run(small_config(), tmp_path / "run", device="cpu")
+    other = train_run(small_config(), tmp_path / "other", device="cpu")
+    broken = run / "last" / "optimizer.safetensors"
+    data = bytearray(broken.read_bytes())
+    data[-1] ^= 1
+    broken.write_bytes(data)
+    (run / "model.safetensors").unlink()
+    with caplog.at_level(logging.WARNING, "offramp"):
+        train_run(small_config(), run, device="cpu", resume=True)
+    assert "optimizer.safetensors is missing or not what was saved" in caplog.text
+    assert same_weights(run, other)
+    for state in ("last", "last.1"):
+        (run / state / "state.json").write_text("{")
+    with pytest.raises(ValueError, match="no resume state of .* is whole"):
+        load_state(run)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, small_config: Config) -> None:
+    run = tmp_path / "run"
+    config = small_config("train.learning_rate=1e25", "train.save_seconds=1000")
+    with pytest.raises(ValueError, match=r"the loss was not finite at step [0-3]; nothing was saved yet"):
+        train_run(config, run, device="cpu")
+    assert not (run / "model.safetensors").exists() and not (run / "last").exists()
+
+
+def test_params_that_are_not_finite_are_never_saved(
+    tmp_path: Path, small_config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import offramp.training.loop as training
+
+    real = training.iterate
+
+    def update(model: ExitNet, *args: object) -> object:
+        halves = real(model, *args)  # type: ignore[arg-type]
+        if args[-1] == 5:
+            next(model.parameters()).data.fill_(float("inf"))
+        return halves
+
+    monkeypatch.setattr(training, "iterate", update)
+    run = tmp_path / "run"
+    with pytest.raises(ValueError, match="not finite"):
+        train_run(small_config(), run, device="cpu")
+    state = load_state(run)
+    assert state is not None and state.step == 5
+    assert all(t.isfinite().all() for t in state.parts["model"].values())
+
+
+def test_a_network_of_ones_own_says_how_its_size_is_set() -> None:
+    own = ExitNet.from_parts([nn.Flatten(), nn.Identity()], [nn.Linear(12288, 10)] * 2, input_shape=(3, 64, 64))
+    with pytest.raises(ValueError, match=r"build it with input_shape=\(3, 32, 32\)"):
+        refuse_other_size(own, load_dataset("digits", train=100, test=100))
+
+
+def test_a_folder_in_use_is_not_overwritten(tmp_path: Path, small_config: Config) -> None:
+    run = train_run(small_config("train.epochs=1"), tmp_path / "run", device="cpu")
+    before = (run / "model.safetensors").read_bytes()
+    with pytest.raises(ValueError, match="holds a run already; add --resume"):
+        train_run(small_config("train.epochs=1"), run, device="cpu")
+    with pytest.raises(ValueError, match=r"begun with train\.epochs = 1, not 2"):
+        train_run(small_config("train.epochs=2"), run, device="cpu", resume=True)
+    with pytest.raises(ValueError, match=r"begun with data\.train = \d+, not 300; resume with the same settings"):
+        train_run(small_config("train.epochs=1", "data.train=300"), run, device="cpu", resume=True)
+    train_run(small_config("train.epochs=1"), run, device="cpu", resume=True)
+    assert (run / "model.safetensors").read_bytes() == before
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ValueError, match="not empty and not a run"):
+        train_run(small_config(), tmp_path / "mine", device="cpu")
+
+
+@pytest.mark.parametrize("imta", [False, True])
+@pytest.mark.parametrize(
+    ("setting", "words"), [("train.batch=100000", "is larger than"), ("train.learning_rate=1e30", "not finite")]
+)
+def test_what_fails_before_anything_is_saved_leaves_no_folder(
+    tmp_path: Path, small_config: Config, setting: str, words: str, imta: bool
+) -> None:
+    parts = ("imta.equilibrium=true", "imta.collaboration=true") if imta else ()
+    with pytest.raises(ValueError, match=words):
+        train_run(small_config(setting, "train.save_seconds=1000", *parts), tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_killed_while_it_began_can_begin_again(tmp_path: Path, small_config: Config) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / ".config.json.123.part").write_bytes(b"{")
+    train_run(small_config("train.epochs=1"), run, device="cpu", resume=True)
+    assert (run / "model.safetensors").exists()
+
+
+def test_settings_given_as_tuples_resume(tmp_path: Path, small_config: Config) -> None:
+    from dataclasses import replace
+
+    config = small_config("train.epochs=1")
+    overrides = {**config.model.overrides, "blocks": (1, 1)}
+    config = replace(config, model=replace(config.model, overrides=overrides))
+    train_run(config, tmp_path / "run", device="cpu")
+    train_run(config, tmp_path / "run", device="cpu", resume=True)
+
+
+def test_a_network_that_does_not_fit_the_data_is_refused(tmp_path: Path, small_config: Config) -> None:
+    with pytest.raises(ValueError, match="digits has 10 classes"):
+        train_run(small_config("model.num_classes=7"), tmp_path / "run")
+    with pytest.raises(ValueError, match=r"set model\.overrides\.image_size=32"):
+        train_run(small_config("model.overrides.image_size=64"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_network_of_ones_own_with_dropout_trains_and_resumes(tmp_path: Path, small_config: Config) -> None:
+    def build(num_classes: int) -> ExitNet:
+        one = nn.Sequential(nn.Conv2d(3, 4, 3, 2), nn.ReLU(), nn.Dropout(0.3))
+        two = nn.Sequential(nn.Conv2d(4, 8, 3, 2), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3))
+        heads = [nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes)) for _ in range(2)]
+        net = ExitNet.from_parts([one, two], heads)
+        net(torch.zeros(2, 3, 32, 32))
+        return net
+
+    register_model("train-test-dropout", build)
+    own = ("model.name=train-test-dropout", "model.overrides={}", "train.learning_rate=0.02")
+    runs = [train_run(small_config(*own), tmp_path / str(at), device="cpu") for at in range(2)]
+    assert same_weights(*runs)
+    (runs[1] / "model.safetensors").unlink()
+    for name in CHECKPOINT:  # go back one save
+        os.replace(runs[1] / "last.1" / name, runs[1] / "last" / name)
+    train_run(small_config(*own), runs[1], device="cpu", resume=True)
+    assert same_weights(*runs)
+
+
+def test_training_on_an_image_folder(tmp_path: Path, small_config: Config, image_folder: Callable[..., Path]) -> None:
+    root = image_folder()
+    config = RunConfig.from_json(
+        {
+            "model": {
+                "name": "msdnet-tiny",
+                "overrides": {"blocks": [1, 1], "base_width": 4, "growth": 4, "head_width": 8},
+            },
+            "data": {"name": "imagefolder", "dir": str(root), "image_size": 32, "workers": 1, "calibration": 6},
+            "train": {"epochs": 4, "batch": 16, "learning_rate": 0.05},
+        }
+    )
+    run = train_run(config, tmp_path / "run", device="cpu")
+    assert read_metrics(run)[-1]["train_top1"][-1] > 0.6
+
+
+def test_the_rate_falls_along_a_cosine() -> None:
+    assert [round(cosine(step, 4), 6) for step in range(5)] == [1.0, 0.853553, 0.5, 0.146447, 0.0]
+
+
+def test_several_seeds_are_the_runs_they_would_be_alone(
+    tmp_path: Path, small_config: Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "small.toml"
+    recipe.write_text(
+        'model = {name = "msdnet-tiny", overrides = {blocks = [1, 1], base_width = 4, growth = 4, head_width = 8}}\n'
+        'data = {name = "digits", train = 256, calibration = 40, test = 60}\n'
+        "train = {epochs = 2, batch = 64}\n"
+    )
+    words = ["train", str(recipe), "--out", str(tmp_path / "runs"), "--device", "cpu", "--seeds", "0,3,0"]
+    assert call(monkeypatch, *words) == 0
+    shown = capsys.readouterr().out
+    assert "trained: " + str(tmp_path / "runs/seed-3") in shown
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["seed-0", "seed-3"]
+    alone = train_run(with_settings(load_recipe(str(recipe)).config, ["seed=3"]), tmp_path / "alone", device="cpu")
+    assert same_weights(alone, tmp_path / "runs/seed-3") and not same_weights(alone, tmp_path / "runs/seed-0")
+
+
+def test_runs_that_share_a_device_take_turns(tmp_path: Path, small_config: Config) -> None:
+    """One step of each in turn: what `--seeds` does on a GPU gives what each run gives alone."""
+    from offramp.common.console import progress
+    from offramp.training.processes import World
+    from offramp.training.train import drive, training
+
+    device, world = torch.device("cpu"), World()
+    configs = {f"seed-{seed}": small_config(f"seed={seed}", f"train.epochs={2 + seed}") for seed in (0, 1)}
+    runs = {name: training(c, tmp_path / name, device, world, [], False) for name, c in configs.items()}
+    with progress("training", 0, silent=True) as bar:
+        drive(runs, bar, device)
+    for name, config in configs.items():
+        assert same_weights(tmp_path / name, train_run(config, tmp_path / f"alone-{name}", device="cpu"))
+
+
+def test_runs_that_share_a_device_are_told_apart() -> None:
+    assert names([Path("a/seed-0"), Path("a/seed-1")]) == ["seed-0", "seed-1"]
+    assert names([Path("a/seed-0"), Path("b/seed-0")]) == ["a/seed-0", "b/seed-0"]
+    config = load_recipe("digits-baseline").config
+    with pytest.raises(ValueError, match="a folder of its own"):
+        train_runs([(config, Path("a")), (config, Path("a"))], device="cpu")
+
+
+def test_a_signal_stops_all_runs_and_saves_each(tmp_path: Path, small_config: Config) -> None:
+    from offramp.common.console import progress
+    from offramp.training.processes import World
+    from offramp.training.train import drive, training
+
+    caught = [int(signal.SIGTERM)]
+    runs = {
+        str(seed): training(
+            small_config(f"seed={seed}"), tmp_path / str(seed), torch.device("cpu"), World(), caught, False
+        )
+        for seed in (0, 1)
+    }
+    with progress("training", 0, silent=True) as bar, pytest.raises(Stopped):
+        drive(runs, bar, torch.device("cpu"))
+    assert all((state := load_state(tmp_path / str(seed))) is not None and state.step == 1 for seed in (0, 1))
+
+
+def test_one_runs_trouble_is_not_the_others(
+    tmp_path: Path, small_config: Config, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from offramp.common.console import progress
+    from offramp.training.processes import World
+    from offramp.training.train import drive, training
+
+    configs = [small_config("train.learning_rate=1e25", "train.save_seconds=1000"), small_config("seed=1")]
+    device = torch.device("cpu")
+    runs = {str(at): training(c, tmp_path / str(at), device, World(), [], False) for at, c in enumerate(configs)}
+    with progress("training", 0) as bar, pytest.raises(ValueError, match="not finite"):
+        drive(runs, bar, device)
+    shown = capsys.readouterr().out
+    assert "0: the loss was not finite at step" in shown and "1: epoch   3/3" in shown
+    assert not (tmp_path / "0/model.safetensors").exists() and (tmp_path / "1/model.safetensors").exists()

@@ -1,0 +1,118 @@
+"""Several processes compute what one does: two gloo processes against one, in float64, without BatchNorm."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from helpers.runs import SMALL_RUN
+from offramp.training.processes import World, joined_world
+from offramp.training.step import Method, iterate
+from offramp.training.weighting import LearnedWeighting
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(6, 12), nn.Linear(12, 12)
+        self.a, self.b = nn.Linear(12, 4), nn.Linear(12, 4)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        h = self.one(x).tanh()
+        return [self.a(h), self.b(self.two(h).tanh())]
+
+
+def train(world: World, centring: str, steps: int = 6) -> dict[str, Tensor]:
+    """Several iterations on this process's part of the same batches."""
+    torch.manual_seed(0)
+    model = Net().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
+    weighting = LearnedWeighting(2, learning_rate=0.01, centring=centring, bound=True)
+    weighting.net.double()
+    method = Method(weighting, world=world)
+    draw = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        x = torch.randn(24, 6, generator=draw, dtype=torch.float64)
+        y = torch.randint(4, (24,), generator=draw)
+        places = world.own_places(24)
+        halves = iterate(model, optimizer, method, x[places], y[places], step)
+    found = {f"model.{k}": v for k, v in model.state_dict().items()}
+    found |= {f"net.{k}": v for k, v in weighting.net.state_dict().items()}
+    return found | {"loss": halves[-1].loss, "meta_loss": halves[-1].meta_loss}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start(command: list[str], size: int) -> None:
+    """Run a command in several processes, as torchrun would, and wait for all of them."""
+    port = str(free_port())
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    outputs = [p.communicate(timeout=240)[0] for p in processes]
+    assert [p.returncode for p in processes] == [0] * size, "\n".join(outputs)
+
+
+@pytest.mark.parametrize("centring", ["exit", "batch", "all", "both"])
+def test_two_processes_give_what_one_gives(tmp_path: Path, centring: str) -> None:
+    alone = train(World(), centring)
+    start([sys.executable, __file__, centring, str(tmp_path)], 2)
+    for rank in range(2):
+        together = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        for name, value in alone.items():
+            torch.testing.assert_close(together[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_an_imagenet_recipe_trains_in_two_processes(tmp_path: Path, image_folder: Callable[..., Path]) -> None:
+    from offramp.runs.folder import read_metrics
+
+    root = image_folder(classes=3, train=20, val=4)
+    small = "model.overrides={image_size=64, blocks=[1, 1], factors=[1, 2], base_width=4, growth=4, stem='strided'}"
+    words = ["train", "imagenet-msdnet-s4-learned", "--out", str(tmp_path / "run"), "--device", "cpu"]
+    settings = [small, "data.image_size=64", "data.calibration=6", "data.workers=1", "train.batch=16"]
+    settings += ["train.epochs=2", "weighting.interval=2", "train.learning_rate=0.05"]
+    command = [sys.executable, "-m", "offramp", *words, "--data-dir", str(root)]
+    start([*command, *(word for setting in settings for word in ("--set", setting))], 2)
+    rows = read_metrics(tmp_path / "run")
+    assert [row["epoch"] for row in rows] == [1, 2]
+    assert "meta_loss" in rows[-1] and "calibration_top1" in rows[-1]
+    assert (tmp_path / "run" / "model.safetensors").is_file()
+
+
+def test_both_phases_of_imta_train_in_two_processes(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    settings = [*SMALL_RUN, "train.epochs=1", "imta.equilibrium=true", "imta.collaboration=true"]
+    command = [sys.executable, "-m", "offramp", "train", "digits-learned", "--out", str(run), "--device", "cpu"]
+    start([*command, *(word for setting in settings for word in ("--set", setting))], 2)
+    assert (run / "model.safetensors").is_file() and (run / "phase1" / "model.safetensors").is_file()
+
+
+def test_a_batch_that_cannot_be_shared_is_refused() -> None:
+    with pytest.raises(ValueError, match="shared evenly by 3 processes"):
+        World(0, 3).own_places(16)
+    assert World(1, 2).own_places(8).tolist() == [2, 3, 6, 7]
+
+
+if __name__ == "__main__":
+    with joined_world(torch.device("cpu")) as everyone:
+        torch.save(train(everyone, sys.argv[1]), Path(sys.argv[2]) / f"{everyone.rank}.pt")
