@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from offramp import create_model, evaluate_run
+from offramp import ExitNet, create_model, evaluate_run
 from offramp.common.device import exact_float32
 from offramp.common.signals import Stopped
 from offramp.data import load_dataset
-from offramp.models.collaboration import CollaborativeNet, WithTeacher
-from offramp.models.layers import use_kernels
-from offramp.models.store import read_tensors
-from offramp.models.tape import Tape
+from offramp.models.collaboration import CollaborativeNet
+from offramp.models.weights import read_tensors
 from offramp.runs.config import RunConfig
 from offramp.runs.folder import read_metrics
-from offramp.training.build import new_method, new_model, new_optimizer
-from offramp.training.cuda_graph import Stepper
-from offramp.training.loop import set_rates
-from offramp.training.meta_gradient import Criterion
-from offramp.training.objectives.imta import OneForAll
-from offramp.training.objectives.losses import exit_losses
-from offramp.training.processes import World
-from offramp.training.step import Method, iterate
+from offramp.training.cuda_graph import CapturedStep
+from offramp.training.imta import OneForAll, OnFrozenFeatures
+from offramp.training.loop import Phase, Setup, new_method
+from offramp.training.method import Method
+from offramp.training.objectives import cross_entropy, exit_losses
+from offramp.training.optimizers import new_optimizer, set_rate
+from offramp.training.processes import Processes
+from offramp.training.step import train_step
 from offramp.training.tally import Tally
-from offramp.training.train import train_run, train_runs, training
+from offramp.training.tape import Tape, use_taped_layers
+from offramp.training.train import new_model, train_run, train_runs, training
 from offramp.training.weighting import UniformWeighting
 
 pytestmark = [
@@ -44,12 +44,13 @@ def test_a_step_never_waits_for_the_device(small_config: Callable[..., RunConfig
     device = torch.device("cuda")
     data = load_dataset("digits", train=256, calibration=0, test=10)
     model = new_model(config).to(device, memory_format=torch.channels_last)
+    use_taped_layers(model)
     optimizer, tally = new_optimizer(model, config.train), Tally(model.num_exits, device)
-    method = new_method(config, model.num_exits, exit_losses, device, World(), STEPS)
+    method = method_of(config, model, model)
     stream = data.stream(64, 0, device)
 
     def step(at: int) -> None:
-        for half in iterate(model, optimizer, method, *next(stream), at):
+        for half in train_step(model, optimizer, method, *next(stream), at):
             tally.add(half, at)
 
     step(0)
@@ -61,6 +62,15 @@ def test_a_step_never_waits_for_the_device(small_config: Callable[..., RunConfig
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert tally.tensors["seen"].item() == 640
+
+
+def method_of(config: RunConfig, model: ExitNet, module: torch.nn.Module) -> Method:
+    """As a run makes it; on top of a frozen network, IMTA's second phase."""
+    frozen = isinstance(module, OnFrozenFeatures)
+    objective, prepare = (OneForAll(3.0, 0.9), module.prepare) if frozen else (cross_entropy, None)
+    phase = Phase(config, Path("nowhere"), model, module, objective, False, prepare)
+    data = load_dataset("digits", train=64, calibration=0, test=10)
+    return new_method(phase, Setup(data, torch.device("cuda"), Processes()), STEPS)
 
 
 STEPS = 3
@@ -102,29 +112,31 @@ def three_steps(config: RunConfig, way: tuple[bool, bool], nudge: float = 0.0) -
     model = new_model(config).to(device, memory_format=torch.channels_last)
     for param in model.parameters():
         param.data *= 1 + nudge * torch.randn_like(param)
-    module, criterion = what_is_trained(model)
-    use_kernels(module, own)
+    module = what_is_trained(model)
+    use_taped_layers(module, own)
     optimizer = new_optimizer(model, config.train)
-    method = new_method(config, model.num_exits, criterion, device, World(), STEPS)
-    stepper, stream = Stepper(module, optimizer, method, capture=captures), data.stream(64, 0, device)
+    method = method_of(config, model, module)
+    step = CapturedStep(module, optimizer, method) if captures else partial(train_step, module, optimizer, method)
+    stream = data.stream(64, 0, device)
     losses = []
     for at in range(STEPS):
-        set_rates(optimizer, method.weighting, 0.01, 1 - at / 10)
-        losses += [half.losses_BK.clone() for half in stepper(*next(stream), at)]
-    assert stepper.captures == captures
+        set_rate(optimizer, 0.01 * (1 - at / 10))
+        method.weighting.set_rate(1 - at / 10)
+        losses += [half.losses_BK.clone() for half in step(*next(stream), at)]
+    assert not isinstance(step, CapturedStep) or step.captures
     return [t.double() for t in (*losses, *model.state_dict().values(), *method.weighting.tensors().values())]
 
 
-def what_is_trained(model: torch.nn.Module) -> tuple[torch.nn.Module, Criterion]:
+def what_is_trained(model: ExitNet) -> torch.nn.Module:
     """The network itself or, where it collaborates, IMTA's second phase."""
     if not isinstance(model, CollaborativeNet):
-        return model, exit_losses
+        return model
     torch.manual_seed(0)
     teacher = torch.nn.Linear(model.widths[-1], model.heads[-1].out_features, device="cuda")
-    return WithTeacher(model, teacher).train(), OneForAll(3.0, 0.9)
+    return OnFrozenFeatures(model, teacher).train()
 
 
-def test_half_precision_kernels_stay_close() -> None:
+def test_16_bit_kernels_stay_close() -> None:
     """bf16 maps: losses as near to float32 as plain bf16 operations come."""
     torch.manual_seed(0)
     model = create_model("msdnet5").cuda().to(memory_format=torch.channels_last)
@@ -132,7 +144,7 @@ def test_half_precision_kernels_stay_close() -> None:
     labels = torch.randint(100, (64,), device="cuda")
     found = {}
     for name, own, dtype in (("float32", False, None), ("plain", False, torch.bfloat16), ("own", True, torch.bfloat16)):
-        use_kernels(model, own)
+        use_taped_layers(model, own)
         with exact_float32(), torch.autocast("cuda", dtype, enabled=dtype is not None), Tape().recording():
             loss = exit_losses(model(images), labels)
             gradients = torch.autograd.grad(loss.sum(1).mean(), list(model.parameters()))
@@ -158,7 +170,7 @@ def test_a_network_that_draws_runs_eagerly_and_says_so(caplog: pytest.LogCapture
 
     net = Net().cuda()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
-    stepper = Stepper(net, optimizer, Method(UniformWeighting()), capture=True)
+    stepper = CapturedStep(net, optimizer, Method(UniformWeighting()))
     images, labels = torch.randn(8, 3, 2, 2, device="cuda"), torch.randint(4, (8,), device="cuda")
     before = net.inner[2].weight.detach().clone()
     for at in range(STEPS):
@@ -177,7 +189,7 @@ def test_fast_runs_resume_and_share_the_gpu(tmp_path: Path, small_config: Callab
         left, right = (read_tensors(run / "model.safetensors") for run in (a, b))
         assert all(torch.allclose(left[k].float(), right[k].float(), rtol=1e-3, atol=1e-4) for k in left)
     with pytest.raises(Stopped):
-        setup = training(configs[0], tmp_path / "stopped", torch.device("cuda"), World(), [15], False)
+        setup = training(configs[0], tmp_path / "stopped", torch.device("cuda"), Processes(), [15], False)
         for _ in setup:
             pass
     resumed = train_run(configs[0], tmp_path / "stopped", device="cuda", resume=True)
@@ -242,7 +254,7 @@ def test_captured_stages_answer_as_plain_ones_do() -> None:
 
 def test_images_on_their_way_may_be_written_to() -> None:
     """The rooms of pinned memory take turns, and none is filled while a copy still reads it."""
-    from offramp.running.engines.staging import ROOMS, Staging
+    from offramp.running.engines.cuda_graphs import ROOMS, Staging
 
     staging, busy = Staging(torch.device("cuda")), torch.randn(4096, 4096, device="cuda")
     for elements in (1 << 20, 1 << 19, 10, 3 << 20):

@@ -10,9 +10,17 @@ from torch import nn
 
 from helpers.runs import call
 from offramp import ExitNet, create_model, register_model
-from offramp import bench as benches
-from offramp.bench.lower_bounds import copied_bytes_per_s, floor_of
-from offramp.bench.train import BASELINE, ROWS, SECOND, SECOND_LEARNED, bench_train, where_time_goes
+from offramp.bench import train as benches
+from offramp.bench.train import (
+    BASELINE,
+    ROWS,
+    SECOND,
+    SECOND_LEARNED,
+    bench_train,
+    copied_bytes_per_s,
+    lower_bound,
+    where_time_goes,
+)
 from offramp.models.cost import exit_costs
 from offramp.models.layers import ConvBNReLU
 
@@ -73,14 +81,14 @@ def test_where_the_time_of_another_step_goes(
     assert "there is no way 'graph' on cpu" in capsys.readouterr().err
 
 
-def test_the_floor_counts_passes_and_bytes() -> None:
+def test_the_lower_bound_counts_passes_and_bytes() -> None:
     model = create_model("msdnet-tiny")
-    floor = floor_of(model, half=4, bytes_each=2)
-    assert floor.exact_mul_adds / floor.baseline_mul_adds == pytest.approx(10 / 3)
-    assert floor.baseline_mul_adds == 3 * 4 * exit_costs(model)[-1].macs
+    bound = lower_bound(model, images=4, bytes_each=2)
+    assert bound.exact_mul_adds / bound.baseline_mul_adds == pytest.approx(10 / 3)
+    assert bound.baseline_mul_adds == 3 * 4 * exit_costs(model)[-1].macs
     alone = ExitNet.from_parts([ConvBNReLU(3, 8, stride=2)], [nn.Sequential(nn.Flatten(), nn.Linear(8 * 16 * 16, 2))])
     x, y = 3 * 32 * 32, 8 * 16 * 16
-    found = floor_of(alone, half=1, bytes_each=1)
+    found = lower_bound(alone, images=1, bytes_each=1)
     assert found.baseline_bytes == (x + 3 * y) + 2 * x + 7 * y
     assert found.exact_bytes == 2 * (x + 3 * y) + 3 * (2 * x + 7 * y) + 2 * x + 5 * y
     assert copied_bytes_per_s(torch.device("cpu"), 8) > 0

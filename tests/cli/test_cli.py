@@ -123,7 +123,7 @@ def test_a_plugin_registers_models(
 
 
 def test_a_plugin_may_lie_in_the_folder_one_works_in(tmp_path: Path) -> None:
-    (tmp_path / "here_nets.py").write_text("import offramp\nofframp.register_model('here', None, about='mine')\n")
+    (tmp_path / "here_nets.py").write_text("import offramp\nofframp.register_model('here', print, about='mine')\n")
     (tmp_path / "safetensors.py").write_text("raise SystemExit('a file of the folder was taken for a package')\n")
     script = "import sys; sys.path.remove(''); from offramp.cli import main; main()"  # as the installed script has it
     words = [sys.executable, "-c", script, "--import", "here_nets", "models"]
@@ -141,8 +141,8 @@ def test_a_model_folder_is_not_a_run(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 def test_bench_prints_nothing_but_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from offramp import bench as benches
-    from offramp import console as consoles
+    from offramp.bench import train as benches
+    from offramp.common import console as consoles
 
     monkeypatch.setattr(consoles, "PLAIN_SECONDS", 0.0)
     monkeypatch.setattr(benches, "peak_megabytes", lambda *_: 0.0)
@@ -175,7 +175,7 @@ def test_ctrl_c_is_answered_with_a_word(
 
 def test_a_network_of_ones_own_is_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = offramp(capsys, "info", "my-net")
-    assert code == 2 and "model 'my-net' is unknown" in err and "offramp --import MODULE" in err
+    assert code == 2 and "model 'my-net' is unknown" in err and "--import MODULE" in err
 
 
 def without(*modules: str) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from offramp import load_dataset
 from offramp.data import ArrayDataset, cifar
-from offramp.data.augment import Augmentation, normalise
+from offramp.data.augment import ShiftFlip, normalise
 from offramp.data.dataset import Shuffle
 from offramp.data.digits import _scans, split_scans
 from offramp.data.splits import hold_out, long_tail
@@ -87,7 +87,7 @@ def slow_crop(source: torch.Tensor, top: int, left: int, mirrored: bool) -> torc
 
 def test_crops_and_mirrors_are_those_of_a_slow_loop() -> None:
     images = torch.randint(0, 256, (40, 3, 8, 8), dtype=torch.uint8)
-    out = Augmentation(pad=2, flip=True)(images, torch.Generator().manual_seed(0))
+    out = ShiftFlip(pad=2, flip=True)(images, torch.Generator().manual_seed(0))
     padded = torch.nn.functional.pad(images, [2] * 4)
     places = [(top, left, mirrored) for top in range(5) for left in range(5) for mirrored in (False, True)]
     seen = set()

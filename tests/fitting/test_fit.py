@@ -11,9 +11,9 @@ import pytest
 
 from helpers.runs import call
 from offramp import load_bundle, load_dataset
-from offramp.common.console import millions
+from offramp.common.formatting import millions
 from offramp.fitting.fit import configuration
-from offramp.running.bundle_eval import evaluate_bundle
+from offramp.running.bundle import evaluate_bundle
 from offramp.runs.recipe import load_recipe
 
 SMALL = (

@@ -20,7 +20,7 @@ from PIL import Image
 from offramp.common.images import Preprocessing
 from offramp.measuring.policy import Policies, Policy
 from offramp.running.bundle import Bundle, ModelCard
-from offramp.running.runtime import State
+from offramp.running.engines.protocol import EngineState
 from offramp.serve import ServeConfig, create_app
 from offramp.serve.run import listen, server_config
 
@@ -41,6 +41,7 @@ class FakeEngine:
 
     num_exits = len(COSTS)
     ahead = 0
+    place = "a network made by hand"
 
     def use(self, slot: int) -> None:
         pass
@@ -56,10 +57,10 @@ class FakeEngine:
     def active(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin(self, images: np.ndarray) -> State:
+    def begin(self, images: np.ndarray) -> EngineState:
         return (images[:, :, 0, 0] * 255,)
 
-    def run(self, k: int, state: State) -> tuple[Any, State]:
+    def run(self, k: int, state: EngineState) -> tuple[Any, EngineState]:
         self.reached[k].set()
         assert self.open[k].wait(20)
         self.batches.append((k, len(state[0])))
@@ -73,18 +74,21 @@ class FakeEngine:
         sure = np.where(k >= needs, 0.9, 0.1).astype(np.float32)
         return np.where(broken, np.float32("nan"), sure), (label + (k < needs)) % 10
 
-    def gather(self, k: int, parts: Sequence[tuple[State, np.ndarray]]) -> State:
+    def gather(self, k: int, parts: Sequence[tuple[EngineState, np.ndarray]]) -> EngineState:
         return (np.concatenate([state[0][rows] for state, rows in parts]),)
 
-    def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
+    def logits(self, k: int, state: EngineState) -> tuple[np.ndarray, EngineState]:
         return self.run(k, state)
 
-    def room(self, state: State, samples: int) -> State:
+    def room(self, state: EngineState, samples: int) -> EngineState:
         return tuple(np.empty((samples, *array.shape[1:]), array.dtype) for array in state)
 
-    def put(self, state: State, rows: np.ndarray, room: State, begin: int) -> None:
+    def put(self, state: EngineState, rows: np.ndarray, room: EngineState, begin: int) -> None:
         for array, slot in zip(state, room, strict=True):
             slot[begin : begin + len(rows)] = array[rows]
+
+    def wait(self) -> None:
+        pass
 
 
 def make_bundle(engine: FakeEngine) -> Bundle:

@@ -15,7 +15,7 @@ import pytest
 from helpers.saved import COSTS, write_run
 from offramp.cli import main
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run, stage_times
-from offramp.measuring.confidence import answers, confidences, fit_temperatures
+from offramp.measuring.confidence import Predictions, confidences, fit_temperatures
 from offramp.measuring.policy import Policies, Policy, exits_taken, outcome, read_policies
 from offramp.measuring.risk import halves, lost
 from offramp.measuring.thresholds import Q_GRID, q_thresholds
@@ -29,7 +29,7 @@ def run(tmp_path: Path) -> Path:
 
 def on_calibration(run: Path, policies: Policies):
     saved = read_outputs(run, "calibration")
-    given = answers(saved.logits, saved.labels, policies.measure, policies.temperatures)
+    given = Predictions.of(saved.logits, saved.labels, policies.measure, policies.temperatures)
     return given, outcome(given, policies.policy.thresholds, COSTS)
 
 

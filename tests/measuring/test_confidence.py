@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from offramp.measuring.confidence import MEASURES, answers, confidences, fit_temperatures, predictions
+from offramp.measuring.confidence import MEASURES, Predictions, confidences, fit_temperatures, predicted_classes
 
 LOG = np.log(np.array([[[0.7, 0.2, 0.1], [0.4, 0.4, 0.2]]], np.float32))  # one exit, two samples, three classes
 
@@ -78,11 +78,11 @@ def test_a_network_that_is_always_right_gets_the_coldest_temperature_and_random_
 
 
 def test_answers_know_what_is_right() -> None:
-    found = answers(LOG, np.array([0, 2]))
+    found = Predictions.of(LOG, np.array([0, 2]))
     assert found.right.tolist() == [[True, False]]
     assert (found.num_exits, found.samples) == (1, 2)
     assert found.rows(np.array([1])).right.tolist() == [[False]]
-    assert predictions(LOG)[0, 0] == 0
+    assert predicted_classes(LOG)[0, 0] == 0
 
 
 def test_bad_input_is_a_sentence() -> None:
@@ -93,6 +93,6 @@ def test_bad_input_is_a_sentence() -> None:
     for bad in (np.nan, np.inf, -np.inf):
         broken = LOG.copy()
         broken[0, 1, 1] = bad
-        for call in (confidences, predictions):
+        for call in (confidences, predicted_classes):
             with pytest.raises(ValueError, match="exit 1 has logits that are not finite"):
                 call(broken)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from helpers.saved import logits_and_labels
-from offramp.measuring.confidence import Answers, answers
+from offramp.measuring.confidence import Predictions
 from offramp.measuring.metrics import (
     Curve,
     area_under_risk,
@@ -67,7 +67,7 @@ def test_rank_correlation_with_ties() -> None:
 
 def test_harder_samples_leave_later() -> None:
     logits, labels, difficulty = logits_and_labels(2000, 0)
-    assert exit_difficulty(answers(logits, labels), (0.8, 0.8), difficulty) > 0.3
+    assert exit_difficulty(Predictions.of(logits, labels), (0.8, 0.8), difficulty) > 0.3
 
 
 def test_a_curve_answers_between_its_points() -> None:
@@ -88,7 +88,7 @@ def test_a_dip_does_not_make_an_accuracy_dearer() -> None:
 
 
 def test_the_curve_of_policies_is_sorted_and_keeps_the_better_of_two() -> None:
-    given = Answers(np.array([[0.9, 0.1], [1, 1]], np.float32), np.array([[True, False], [True, True]]))
+    given = Predictions(np.array([[0.9, 0.1], [1, 1]], np.float32), np.array([[True, False], [True, True]]))
     policies = [Policy("q", 1.0, (t,), 0.0, (), 0.0) for t in (math.inf, 0.5, 0.0)]
     found = curve(given, policies, (2.0, 6.0))
     assert found == Curve((2.0, 4.0, 6.0), (0.5, 1.0, 1.0))

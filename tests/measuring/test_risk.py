@@ -8,7 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from offramp.measuring.confidence import Answers
+from offramp.measuring.confidence import Predictions
 from offramp.measuring.policy import outcome
 from offramp.measuring.risk import binomial_tail, certify, halves, lost, promised, safe_to_cheap, upper_bound
 from offramp.measuring.thresholds import NEVER, Q_GRID, q_thresholds
@@ -38,16 +38,16 @@ def test_the_upper_bound_is_the_textbooks() -> None:
 def test_lost_counts_what_the_last_exit_would_have_got_right() -> None:
     confidences = np.array([[0.9, 0.9, 0.9, 0.1], [1, 1, 1, 1]], np.float32)
     right = np.array([[True, False, False, False], [True, True, False, True]])
-    assert lost(Answers(confidences, right), (0.5,)) == 1
-    assert lost(Answers(confidences, right), (NEVER,)) == 0
+    assert lost(Predictions(confidences, right), (0.5,)) == 1
+    assert lost(Predictions(confidences, right), (NEVER,)) == 0
 
 
-def population(samples: int, seed: int) -> Answers:
-    """Answers whose true risk under any thresholds a large sample gives."""
+def population(samples: int, seed: int) -> Predictions:
+    """Predictions whose true risk under any thresholds a large sample gives."""
     draw = np.random.default_rng(seed)
     sure = draw.random((3, samples)) ** np.array([[1.0], [0.7], [0.5]])
     right = draw.random((3, samples)) < 0.35 + 0.65 * sure
-    return Answers(sure.astype(np.float32), right)
+    return Predictions(sure.astype(np.float32), right)
 
 
 WORLD = population(200_000, 1_000_000)
@@ -67,7 +67,7 @@ def within_three_errors(broken: int, draws: int) -> bool:
 
 
 def test_the_promise_holds_over_a_thousand_draws() -> None:
-    def choose(data: Answers) -> tuple[float, ...]:
+    def choose(data: Predictions) -> tuple[float, ...]:
         choosing, certifying = (data.rows(rows) for rows in halves(data.samples, 0))
         family = [q_thresholds(choosing.confidences, q) for q in (*Q_GRID, 3.0, 5.0, 8.0, 12.0, 20.0)]
         return certify(safe_to_cheap(choosing, COSTS, family), certifying, 0.05, 0.95)[0]
@@ -87,7 +87,7 @@ def test_the_promise_holds_over_a_thousand_draws_with_searched_candidates() -> N
 def test_trying_without_a_certifying_half_would_break_it() -> None:
     """The test above can fail: choosing and judging on the same samples is caught by it."""
 
-    def choose(data: Answers) -> tuple[float, ...]:
+    def choose(data: Predictions) -> tuple[float, ...]:
         family = [q_thresholds(data.confidences, q) for q in (*Q_GRID, 3.0, 5.0, 8.0, 12.0, 20.0)]
         safe = [t for t in family if lost(data, t) / data.samples <= 0.05]
         return min(safe, key=lambda t: outcome(data, t, COSTS).cost, default=(NEVER, NEVER))

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 
 from helpers.saved import logits_and_labels
-from offramp.measuring.confidence import Answers, answers
+from offramp.measuring.confidence import Predictions
 from offramp.measuring.policy import outcome
-from offramp.measuring.threshold_search import search
-from offramp.measuring.thresholds import Q_GRID, q_at_budget, q_thresholds
+from offramp.measuring.thresholds import Q_GRID, q_at_budget, q_thresholds, search
 
 COSTS = (3.0, 7.0, 20.0)
 
 
-def given(samples: int, seed: int, exits: int = 3) -> Answers:
+def given(samples: int, seed: int, exits: int = 3) -> Predictions:
     logits, labels, _ = logits_and_labels(samples, seed, exits)
-    return answers(logits, labels)
+    return Predictions.of(logits, labels)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -55,7 +54,7 @@ def test_the_ends_are_the_first_exit_and_the_best_there_is() -> None:
 def test_finds_the_best_of_all_thresholds_on_a_few_samples(seed: int) -> None:
     draw = np.random.default_rng(seed)
     confidences = np.round(draw.random((3, 9)), 1).astype(np.float32)
-    data = Answers(confidences, draw.random((3, 9)) < np.array([[0.4], [0.6], [0.8]]))
+    data = Predictions(confidences, draw.random((3, 9)) < np.array([[0.4], [0.6], [0.8]]))
     cuts = [[*np.unique(own), math.inf] for own in confidences[:-1]]
     every = [outcome(data, t, COSTS) for t in itertools.product(*cuts)]
     gaps = []
@@ -72,7 +71,7 @@ def test_one_exit_has_nothing_to_search() -> None:
 
 
 def test_samples_that_are_all_alike() -> None:
-    data = Answers(np.ones((3, 8), np.float32), np.array([[False] * 8, [True] * 8, [True] * 8]))
+    data = Predictions(np.ones((3, 8), np.float32), np.array([[False] * 8, [True] * 8, [True] * 8]))
     cheap, enough = search(data, COSTS, [3.0, 7.0])
     assert outcome(data, cheap, COSTS).shares == (1.0, 0.0, 0.0)
     assert outcome(data, enough, COSTS) == outcome(data, (math.inf, 0.5), COSTS)

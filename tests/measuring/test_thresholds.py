@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from offramp.measuring.policy import exits_taken
-from offramp.measuring.shares import exit_counts
-from offramp.measuring.thresholds import Q_GRID, midway, q_thresholds
+from offramp.measuring.thresholds import Q_GRID, exit_counts, midway, q_thresholds
 
 
 def test_known_answer() -> None:

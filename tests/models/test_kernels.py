@@ -10,13 +10,15 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from torch import Tensor
 
+from helpers.training import settings
 from offramp import create_model
 from offramp.common.device import exact_float32
-from offramp.models.fused import fits, have_kernels, suits
-from offramp.models.layers import ConvBNReLU, use_kernels
-from offramp.models.tape import Tape, no_trace
-from offramp.training.step import Method, iterate
-from offramp.training.weighting import LearnedWeighting
+from offramp.models.layers import ConvBNReLU
+from offramp.training import tape as tapes
+from offramp.training.method import Method
+from offramp.training.step import train_step
+from offramp.training.tape import Tape, TapedConvBNReLU, no_trace, use_taped_layers
+from offramp.training.weighting import Context, LearnedWeighting
 
 pytest.importorskip("triton", reason="Triton is not installed, and without it nobody uses these kernels")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -43,7 +45,9 @@ def layers(shape: tuple[int, ...]) -> tuple[ConvBNReLU, ConvBNReLU]:
     torch.nn.init.uniform_(plain[1].weight, 0.5, 1.5)
     torch.nn.init.normal_(plain[1].bias)
     ours = copy.deepcopy(plain)
-    use_kernels(ours, True)
+    use_taped_layers(plain)
+    use_taped_layers(ours, kernels=True)
+    assert isinstance(ours, TapedConvBNReLU) and ours.kernels is not None
     return plain, ours
 
 
@@ -89,7 +93,7 @@ def tangent_of(layer: ConvBNReLU, tape: Tape, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES[:3])
-def test_half_precision_comes_as_near_as_plain_operations(shape: tuple[int, ...]) -> None:
+def test_16_bits_come_as_near_as_plain_operations(shape: tuple[int, ...]) -> None:
     dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16  # which is all that the interpreter multiplies
     plain, ours = layers(shape)
     found = {}
@@ -124,7 +128,7 @@ def test_an_input_that_does_not_move() -> None:
 @pytest.mark.parametrize("channels", [(16, 6), (22, 3, 5), (8, 8), (3,), (40, 6, 6)])
 def test_joined_maps_and_what_lies_between(channels: tuple[int, ...]) -> None:
     """Whatever the widths: the same channels as a concatenation, zeros up to the next multiple of eight."""
-    from offramp.models import kernels
+    from offramp.models.kernels import maps as kernels
 
     maps = [
         torch.randn(2, c + 5, 4, 3, device=DEVICE).contiguous(memory_format=torch.channels_last)[:, :c]
@@ -153,15 +157,16 @@ def test_a_whole_step_agrees() -> None:
     small = {"blocks": (1, 1), "base_width": 4, "growth": 4, "head_width": 4, "image_size": 20}
     models = [create_model("msdnet-tiny", num_classes=3, **small).to(DEVICE, memory_format=torch.channels_last)]
     models.append(copy.deepcopy(models[0]))
-    use_kernels(models[1], True)
+    for model, kernels in zip(models, (False, True), strict=True):
+        use_taped_layers(model, kernels)
     draw = torch.Generator().manual_seed(5)
     images = torch.randn(8, 3, 20, 20, generator=draw).to(DEVICE).contiguous(memory_format=torch.channels_last)
     labels = torch.randint(3, (8,), generator=draw).to(DEVICE)
     states = []
     for model in models:
-        weighting = LearnedWeighting(2, device=DEVICE)
+        weighting = LearnedWeighting(settings(), Context(2, device=DEVICE))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
-        results = iterate(model, optimizer, Method(weighting), images, labels, 0)
+        results = train_step(model, optimizer, Method(weighting, settings()), images, labels, 0)
         states.append([*model.state_dict().values(), *weighting.net.state_dict().values(), results[1].losses_BK])
     for ours, plain in zip(states[1], states[0], strict=True):
         torch.testing.assert_close(ours, plain, rtol=2e-3, atol=2e-4)
@@ -187,12 +192,15 @@ def test_no_second_derivative_is_made_up() -> None:
 
 def test_what_our_kernels_do_not_know_stays_plain() -> None:
     model = create_model("msdnet-tiny", num_classes=4, blocks=(2, 2), stem="imagenet", image_size=96).to(DEVICE)
-    use_kernels(model, True)
-    convs = [m for m in model.modules() if isinstance(m, ConvBNReLU)]
-    assert [m.kernels for m in convs] == [m[0].kernel_size != (7, 7) for m in convs] == [suits(m[0]) for m in convs]
-    assert sum(not m.kernels for m in convs) == 1
-    use_kernels(model, False)
-    assert not any(m.kernels for m in convs)
+    from offramp.models.kernels.fused import suits
+
+    use_taped_layers(model, kernels=True)
+    convs = [m for m in model.modules() if isinstance(m, TapedConvBNReLU)]
+    known = [m.kernels is not None for m in convs]
+    assert known == [m[0].kernel_size != (7, 7) for m in convs] == [suits(m[0]) for m in convs]
+    assert known.count(False) == 1
+    use_taped_layers(model, kernels=False)
+    assert all(m.kernels is None for m in convs)
 
 
 def test_kernels_that_cannot_run_are_said_so_and_left_out(
@@ -200,18 +208,20 @@ def test_kernels_that_cannot_run_are_said_so_and_left_out(
 ) -> None:
     """Triton without a C compiler, for example: training goes on with plain operations."""
 
-    def broken() -> None:
+    def broken(maps: object) -> None:
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr("offramp.models.fused.kernels", broken)
-    have_kernels.cache_clear()
+    monkeypatch.setattr("offramp.models.kernels.fused.joined", broken)
+    tapes._fused.cache_clear()
     layer = ConvBNReLU(3, 4)
-    use_kernels(layer, True)
-    have_kernels.cache_clear()
-    assert not layer.kernels and "no C compiler" in caplog.text
+    use_taped_layers(layer, kernels=True)
+    tapes._fused.cache_clear()
+    assert isinstance(layer, TapedConvBNReLU) and layer.kernels is None and "no C compiler" in caplog.text
 
 
 def test_places_are_counted_over_a_slices_neighbours() -> None:
+    from offramp.models.kernels.fused import fits
+
     wide = torch.empty(4096, 544, 32, 32, device="meta").contiguous(memory_format=torch.channels_last)
     layer = ConvBNReLU(24, 8)
     assert fits(torch.empty(4096, 24, 32, 32, device="meta"), layer[0]) and not fits(wide[:, :24], layer[0])

@@ -10,15 +10,14 @@ import torch
 
 from helpers.runs import call
 from offramp import create_model, exit_costs, load_model
-from offramp.cli.info import describe
+from offramp.cli.networks import describe
 from offramp.common.pretrained import pretrained_names
 from offramp.data import load_dataset
 from offramp.measuring.calibrate import calibrate_run
-from offramp.measuring.confidence import answers
+from offramp.measuring.confidence import Predictions
 from offramp.measuring.policy import outcome, read_policies
-from offramp.models.store import read_tensors
-from offramp.running.bundle import all_logits, load_bundle, read_golden
-from offramp.running.bundle_eval import evaluate_bundle
+from offramp.models.registry import read_tensors
+from offramp.running.bundle import all_logits, evaluate_bundle, load_bundle, read_golden
 from offramp.running.export import drawn_images, export_run
 from offramp.runs.folder import read_config
 from offramp.runs.outputs import read_outputs, read_summary
@@ -95,13 +94,13 @@ def test_a_bundle_is_tried_on_data(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Every exit scores as the run's evaluation says; the policy as saved logits say it would."""
-    data = load_dataset("digits", **read_config(run).data.options())
+    data = load_dataset("digits", **read_config(run).data.given())
     saved, policy = read_outputs(run, "test"), load_bundle(torch_bundle).policies.policy
     for folder in (torch_bundle, onnx_bundle):
         score = evaluate_bundle(load_bundle(folder, device="cpu"), data)
         np.testing.assert_allclose(score.exits, [s.top1 for s in read_summary(run).exits["test"]])
         expected = outcome(
-            answers(saved.logits, saved.labels), policy.thresholds, read_policies(run / "policy.json").costs
+            Predictions.of(saved.logits, saved.labels), policy.thresholds, read_policies(run / "policy.json").costs
         )
         np.testing.assert_allclose([score.policy.top1, score.policy.cost], [expected.top1, expected.cost])
         np.testing.assert_allclose(score.policy.shares, expected.shares)

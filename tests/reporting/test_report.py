@@ -22,7 +22,7 @@ from offramp.cli import main
 from offramp.measuring.policy import outcome
 from offramp.reporting import report_tables as tables
 from offramp.reporting.figures import training_curves
-from offramp.reporting.gather import Group, find_runs, gather
+from offramp.reporting.groups import Group, find_runs, gather
 from offramp.reporting.headline import compare, headline
 from offramp.reporting.paper_figures import FIGURES, write_figures
 from offramp.reporting.report import write_report
@@ -172,7 +172,7 @@ def test_the_page_carries_what_python_computes(runs: Path, tmp_path: Path) -> No
         assert run.policies is not None
         for family in ("searched", "q"):
             for value, policy in zip(shown["families"][family], run.policies.family(family), strict=True):
-                own = outcome(run.answers, policy.thresholds, COSTS)
+                own = outcome(run.predictions, policy.thresholds, COSTS)
                 assert (value["top1"], value["mul_adds"], tuple(value["shares"])) == (own.top1, own.cost, own.shares)
                 assert value["budget"] == policy.mul_adds and len(value["leaves"]) == 40
     assert "http" not in re.sub(r'xmlns(:xlink)?="[^"]*"|http-equiv', "", page.split("<script>")[0])

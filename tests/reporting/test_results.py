@@ -15,17 +15,26 @@ import pytest
 from helpers.runs import call
 from helpers.saved import write_run
 from offramp.data import load_dataset
-from offramp.reporting.claims import Difference, all_else, differences, held_out, one_change, shared_seeds, verdict
+from offramp.reporting.claims import Difference, differences, held_out, one_change, shared_seeds, verdict
 from offramp.reporting.figures import marks_of_accuracy
-from offramp.reporting.gather import Group, paper_top1
-from offramp.reporting.kept_names import apart, command, label
-from offramp.reporting.kept_runs import StoredRun, about_weights, keep_run, read_stored, stored_name, stored_runs
+from offramp.reporting.groups import Group, paper_top1
+from offramp.reporting.kept_runs import (
+    StoredRun,
+    about_weights,
+    apart,
+    baseline_epochs,
+    command,
+    keep_run,
+    label,
+    read_stored,
+    stored_name,
+    stored_runs,
+)
 from offramp.reporting.results_page import write_page
 from offramp.reporting.results_tables import anytime
-from offramp.reporting.training_cost import baseline_epochs
-from offramp.runs.config import RunConfig, decisive, with_settings
+from offramp.runs.config import RunConfig, decisive, same_but_for_weighting, with_settings
 from offramp.runs.recipe import load_recipe
-from offramp.training.build import fit_to_data
+from offramp.training.train import fit_to_data
 
 BUDGETS = (2e6, 4e6)
 ABOUT = 'title = "Main"\ntext = "Digits."\nbudgets = [2, 4]\n'
@@ -405,7 +414,7 @@ def test_a_kept_run_is_not_replaced_by_another(results: Path, tmp_path: Path) ->
 def test_how_often_things_are_saved_decides_nothing() -> None:
     first = load_recipe("digits-baseline").config
     often = with_settings(first, ["train.eval_every=7", "train.save_seconds=1", "seed=3", "data.dir=elsewhere"])
-    assert decisive(often) == decisive(first) and all_else(often) == all_else(load_recipe("digits-learned").config)
+    assert decisive(often) == decisive(first) and same_but_for_weighting(often, load_recipe("digits-learned").config)
     assert decisive(with_settings(first, ["train.epochs=3"])) != decisive(first)
 
 

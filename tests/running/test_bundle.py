@@ -16,10 +16,10 @@ import pytest
 from PIL import Image
 
 from offramp import load_bundle, load_dataset
+from offramp.common.files import sha256
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run
 from offramp.measuring.confidence import confidences
 from offramp.measuring.policy import exits_taken, read_policies
-from offramp.running.bundle import sha256
 from offramp.running.export import export_run
 from offramp.runs.outputs import read_outputs
 
@@ -149,7 +149,7 @@ def unnamed(folder: Path, *names: str) -> None:
         ("newer version of offramp", rewritten("bundle.json", schema=2)),
         ("unknown format 'pickle'", rewritten("bundle.json", format="pickle")),
         ("model.json is missing", lambda f: (f / "model.json").unlink()),
-        ("not the file that was exported", lambda f: (f / "golden.npz").write_bytes(b"x")),
+        ("not the file that was written", lambda f: (f / "golden.npz").write_bytes(b"x")),
         ("is missing", rewritten("bundle.json", files={"../../etc/passwd": "x"})),
         ("does not name model.json", rewritten("bundle.json", files={})),
         ("does not name (model.safetensors|stage-1.onnx)", lambda f: unnamed(f, "model.safetensors", "stage-1.onnx")),
@@ -191,7 +191,7 @@ def test_export_refuses_what_it_should(run: Path, torch_bundle: Path, tmp_path: 
 
 
 def test_a_bundle_that_answers_otherwise_is_never_written(run: Path, tmp_path: Path, monkeypatch) -> None:
-    from offramp import export
+    from offramp.running import export
 
     before = export._reference
     monkeypatch.setattr(export, "_reference", lambda *args: before(*args) + 1.0)

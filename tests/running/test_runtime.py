@@ -12,17 +12,16 @@ import pytest
 import torch
 
 from offramp import create_model
-from offramp.measuring.confidence import MEASURES, answers
+from offramp.measuring.confidence import MEASURES, Predictions
 from offramp.measuring.confidence import confidences as numpy_confidences
 from offramp.measuring.policy import Policy, exits_taken
 from offramp.models.exits import ExitNet
 from offramp.models.fold import folded
-from offramp.running.engines import torch_engine
+from offramp.running.engines import cuda_graphs, torch_engine
 from offramp.running.engines.torch_engine import TorchEngine
 from offramp.running.packing import MeasuredPacking, measure_packing
 from offramp.running.pool import Left, Pool, Ticket
-from offramp.running.result import ceiling
-from offramp.running.runtime import Runtime
+from offramp.running.runtime import Runtime, ceiling
 
 COSTS = (10, 25, 70)
 
@@ -243,7 +242,7 @@ def test_measured_packing_has_every_stage_and_size() -> None:
 @pytest.mark.parametrize("batch", [1, 3, 8, 100])
 def test_a_pool_gives_what_a_batch_gives(batch: int, ahead: int) -> None:
     logits = np.random.default_rng(3).normal(size=(3, 60, 5)).astype(np.float32) * 3
-    sure = answers(logits, np.zeros(60, np.int64)).confidences
+    sure = Predictions.of(logits, np.zeros(60, np.int64)).confidences
     thresholds = tuple(float(np.median(own)) for own in sure[:-1])
     pool = Pool(Numbers(sure, ahead), policy(*thresholds), batch, wait_s=60.0, guesses=True)
     found = []
@@ -335,8 +334,9 @@ class Rerun:
 @pytest.mark.parametrize("size", [1, 7, 60])
 def test_what_graphs_share_is_handed_on_rightly(size: int, gone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured stages pack for themselves, from memory they share; pooled, not packed or too many, answers stay."""
-    monkeypatch.setattr(torch_engine, "captured", Rerun)
-    monkeypatch.setattr(torch_engine, "BUCKETS", (1, 4, 8, 40))
+    for module in (torch_engine, cuda_graphs):
+        monkeypatch.setattr(module, "captured", Rerun)
+        monkeypatch.setattr(module, "BUCKETS", (1, 4, 8, 40))
     sure, _ = reference()
     rule = policy(*np.median(sure[:-1], axis=1).tolist())
     plain = Runtime(TorchEngine(network(), dtype=torch.float64), rule, COSTS)(IMAGES)

@@ -48,8 +48,6 @@ def test_the_learning_rate_follows_the_batch() -> None:
         ("train.batch=7", "train.batch must be even"),
         ("train.learning_rate=nan", "train.learning_rate must be a finite number"),
         ("train.precision=bf16", "train.precision 'bf16' is unknown.*float32, bfloat16"),
-        ("data.name=cifar", "did you mean 'cifar1"),
-        ("weighting.name=fancy", "weighting.name 'fancy' is unknown"),
         ("weighting.name=fixed", "weighting.name=fixed and weighting.exits, a weight for every exit, need each other"),
         ("weighting.exits=[1.2, 0.8]", "need each other"),
         ("weighting.until=1.5", "weighting.until must lie between 0 and 1, got 1.5"),

@@ -111,7 +111,7 @@ def test_slow_clients_do_not_hold_up_others(start: Start) -> None:
 
 
 def test_a_body_that_never_comes_is_408(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("offramp.serve.intake.READ_S", 0.1)
+    monkeypatch.setattr("offramp.serve.requests.READ_S", 0.1)
     server = start()
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
         raw.sendall(b"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from helpers.server import CLASSES, FakeEngine, Start, labels, make_bundle, picture, until
-from offramp.bench.load import load_test
+from offramp.bench.serve import load_test
 from offramp.serve import ServeConfig, create_app
 from offramp.serve.run import Server, listen, run_app
 

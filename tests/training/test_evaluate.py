@@ -17,9 +17,8 @@ from helpers.runs import call
 from offramp import evaluate_run, exit_costs, load_dataset, load_model
 from offramp.data import ArrayDataset, Dataset
 from offramp.measuring.calibrate import calibrate_run
-from offramp.models.store import read_tensors, write_tensors
-from offramp.running.bundle import Bundle
-from offramp.running.bundle_eval import BundleScore, evaluate_bundle
+from offramp.models.weights import read_tensors, write_tensors
+from offramp.running.bundle import Bundle, BundleScore, evaluate_bundle
 from offramp.running.export import export_run
 from offramp.runs.config import RunConfig
 from offramp.runs.outputs import EvalSummary, read_summary
@@ -91,7 +90,7 @@ def test_an_unfinished_run_says_so(run: Path) -> None:
 
 
 def test_logits_that_are_not_finite_are_refused_and_nothing_is_left(run: Path) -> None:
-    from offramp.models.store import read_tensors, write_tensors
+    from offramp.models.weights import read_tensors, write_tensors
 
     tensors = read_tensors(run / "model.safetensors")
     tensors["heads.1.linear.bias"][0] = float("nan")
@@ -144,7 +143,7 @@ def test_a_bundle_is_tested_on_the_split_of_its_run(
         used.append(data.index("test"))
         return evaluate_bundle(loaded, data)
 
-    monkeypatch.setattr("offramp.running.bundle_eval.evaluate_bundle", seen)
+    monkeypatch.setattr("offramp.running.bundle.evaluate_bundle", seen)
     words = ("--data", "imagefolder", "--data-dir", root, "--set", "data.image_size=32", "--set", "data.workers=0")
     assert call(monkeypatch, "eval", bundle, *words) == 0
     np.testing.assert_array_equal(used[0], np.load(run / "eval/test/index.npy"))

@@ -11,12 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from offramp.models.collaboration import WithTeacher, classifier
+from helpers.training import by, learned, with_equilibrium
+from offramp.models.collaboration import classifier
 from offramp.models.exits import ExitNet
 from offramp.models.registry import create_model
-from offramp.training.objectives.imta import OneForAll
-from offramp.training.step import Method, iterate
-from offramp.training.weighting import LearnedWeighting, UniformWeighting
+from offramp.training.imta import OneForAll, OnFrozenFeatures
+from offramp.training.method import Method
+from offramp.training.step import train_step
+from offramp.training.tape import use_taped_layers
+from offramp.training.weighting import UniformWeighting
 
 GOLDEN = json.loads((Path(__file__).parent / "golden_curves.json").read_text())
 
@@ -24,12 +27,6 @@ GOLDEN = json.loads((Path(__file__).parent / "golden_curves.json").read_text())
 def network(**more: Any) -> ExitNet:
     torch.manual_seed(0)
     return create_model("msdnet-tiny", 10, blocks=(1, 1, 1), base_width=4, growth=4, head_width=8, **more).double()
-
-
-def learned() -> LearnedWeighting:
-    weighting = LearnedWeighting(3, learning_rate=1e-2)
-    weighting.net.double()
-    return weighting
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor]]:
@@ -41,12 +38,13 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
 
 def assert_golden(name: str, model: ExitNet, module: nn.Module, method: Method) -> None:
     module.train()
+    use_taped_layers(module)
     moving = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(moving, lr=0.1, momentum=0.9, weight_decay=1e-4)
     found = [
         half
         for step, (images, labels) in enumerate(batches())
-        for half in iterate(module, optimizer, method, images, labels, step)
+        for half in train_step(module, optimizer, method, images, labels, step)
     ]
     assert len(found) == len(GOLDEN[name]["updates"])
     for half, wanted in zip(found, GOLDEN[name]["updates"], strict=True):
@@ -67,18 +65,18 @@ def test_conventional() -> None:
 @pytest.mark.parametrize("order", ["exact", "delayed"])
 def test_learned(order: str) -> None:
     model = network()
-    assert_golden(order, model, model, Method(learned(), order=order))
+    assert_golden(order, model, model, by(learned(3, learning_rate=1e-2, order=order, double=True)))
 
 
 def test_imta_phase_1() -> None:
-    model = network()
-    model.equilibrium = True
-    assert_golden("imta phase 1", model, model, Method(learned()))
+    model = with_equilibrium(network())
+    assert_golden("imta phase 1", model, model, by(learned(3, learning_rate=1e-2, double=True)))
 
 
 def test_imta_phase_2() -> None:
     base, model = network(), network(collaboration=True)
     known = model.base.state_dict()
     model.base.load_state_dict({name: t for name, t in base.state_dict().items() if name in known})
-    module = WithTeacher(model, classifier(base.heads[-1]))
-    assert_golden("imta phase 2", model, module, Method(learned(), criterion=OneForAll(3.0, 0.9)))
+    module = OnFrozenFeatures(model, classifier(base.heads[-1]))
+    weighting = learned(3, learning_rate=1e-2, double=True)
+    assert_golden("imta phase 2", model, module, by(weighting, objective=OneForAll(3.0, 0.9), prepare=module.prepare))

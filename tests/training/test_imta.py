@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.training import by, learned, problem_of, with_equilibrium
 from offramp import ExitNet, create_model, evaluate_run, exit_costs, load_model
-from offramp.models.collaboration import CollaborativeNet, WithTeacher, collaborates
-from offramp.models.exits import State, scale_gradient
-from offramp.models.store import read_tensors
+from offramp.models.collaboration import CollaborativeNet, collaborates
+from offramp.models.exits import State
+from offramp.models.weights import read_tensors
 from offramp.runs.config import RunConfig
 from offramp.runs.folder import read_metrics
-from offramp.training.meta_gradient import ENGINES, Forward, Problem, generator_states
-from offramp.training.objectives.imta import OneForAll
-from offramp.training.objectives.losses import exit_losses
-from offramp.training.step import Method, iterate
+from offramp.training.imta import OneForAll, OnFrozenFeatures, scale_gradient
+from offramp.training.meta_gradient import ESTIMATORS
+from offramp.training.objectives import Half
+from offramp.training.step import train_step
 from offramp.training.train import train_run
-from offramp.training.weighting import LearnedWeighting
 
 SMALL = {"blocks": (1, 1), "base_width": 4, "growth": 4, "head_width": 4}
 
@@ -37,8 +37,7 @@ def test_equilibrium_balances_what_a_stage_receives() -> None:
     heads = [nn.Identity() for _ in range(3)]
     for stage in stages:
         nn.init.ones_(stage.weight)
-    net = ExitNet.from_parts(stages, heads)
-    net.equilibrium = True
+    net = with_equilibrium(ExitNet.from_parts(stages, heads))
     outs = net(torch.ones(1, 1))
     (outs[0] * 3 + outs[1] * 5 + outs[2] * 7).sum().backward()
     third = 7.0  # K=3, k=3: one head, nothing after it
@@ -53,17 +52,14 @@ def test_equilibrium_balances_what_a_stage_receives() -> None:
 @pytest.mark.parametrize("equilibrium", [False, True])
 def test_the_meta_gradient_is_exact_under_equilibrium(equilibrium: bool) -> None:
     torch.manual_seed(0)
-    model = create_model("msdnet-tiny", num_classes=4, **SMALL).double()
-    model.equilibrium = equilibrium
+    model = with_equilibrium(create_model("msdnet-tiny", num_classes=4, **SMALL).double(), equilibrium)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    x, y = batch(1)
-    forward = Forward(x, y, exit_losses(model(x), y), generator_states(x.device))
     weights = torch.linspace(0.5, 1.5, 24).view(12, 2).double()
-    problem = Problem(model, optimizer, forward, weights, *batch(2))
-    exact, ours = (ENGINES[e](problem).weights_BK for e in ("double_backward", "forward_mode"))
+    problem = problem_of(model, optimizer, Half(*batch(1)), weights, Half(*batch(2)))
+    exact, ours = (ESTIMATORS[e](problem).weights_BK for e in ("double_backward", "forward_mode"))
     assert (ours - exact).abs().max() < 1e-10
     torch.testing.assert_close(ours, exact, rtol=1e-8, atol=1e-12)
-    rough = ENGINES["finite_difference"](problem).weights_BK
+    rough = ESTIMATORS["finite_difference"](problem).weights_BK
     error = float((rough - exact).norm() / exact.norm())
     assert error > 0.1 if equilibrium else error < 0.05  # differences of forwards cannot see scaled gradients
 
@@ -135,7 +131,7 @@ def test_distillation_is_the_formula() -> None:
     torch.manual_seed(0)
     outputs = [torch.randn(5, 3).double() for _ in range(4)]
     labels = torch.tensor([0, 1, 2, 0, 1])
-    losses = OneForAll(temperature=3.0, gamma=0.9)(outputs, labels)
+    losses = OneForAll(temperature=3.0, gamma=0.9)(outputs[:3], Half(torch.zeros(5), labels, outputs[3]))
     teacher = (outputs[3] / 3).softmax(1)
     for k in range(3):
         ce = -outputs[k].log_softmax(1)[range(5), labels]
@@ -151,12 +147,11 @@ def test_the_teacher_is_the_frozen_networks_own_last_head() -> None:
     expected = base(x)[-1]
     teacher = base.heads[-1].linear
     net = CollaborativeNet(base)
-    module = WithTeacher(net, teacher)
+    module = OnFrozenFeatures(net, teacher)
     for mode in (True, False):
-        outputs = module.train(mode)(module.features(x))
-        assert len(outputs) == 3
-        torch.testing.assert_close(outputs[-1], expected)
-        torch.testing.assert_close(outputs[:-1], net(x))
+        features, said = module.train(mode).prepare(x)
+        torch.testing.assert_close(said, expected)
+        torch.testing.assert_close(module(features), net(x))
 
 
 @pytest.mark.parametrize("order", ["exact", "delayed"])
@@ -165,7 +160,7 @@ def test_a_step_passes_the_frozen_network_once(order: str, monkeypatch: pytest.M
     base = create_model("msdnet-tiny", num_classes=4, **SMALL)
     teacher = base.heads[-1].linear
     net = CollaborativeNet(base)
-    module = WithTeacher(net, teacher).train()
+    module = OnFrozenFeatures(net, teacher).train()
     passed, advance = [], base.advance
 
     def counted(k: int, state: State) -> tuple[torch.Tensor, State]:
@@ -174,29 +169,27 @@ def test_a_step_passes_the_frozen_network_once(order: str, monkeypatch: pytest.M
 
     monkeypatch.setattr(base, "advance", counted)
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
-    method = Method(LearnedWeighting(2), order=order, criterion=OneForAll())
+    method = by(learned(2, order=order), objective=OneForAll(3.0, 0.9), prepare=module.prepare)
     x, y = batch(1)
-    iterate(module, optimizer, method, x.float(), y, 0)
+    train_step(module, optimizer, method, x.float(), y, 0)
     assert passed == [(1, len(x)), (2, len(x))]
 
 
-def test_the_teacher_is_no_exit_of_the_meta_objective() -> None:
-    """Exits share the meta half among themselves: the same meta loss with and without the teacher behind."""
-    from offramp.training.meta_gradient import meta_loss
-
+def test_the_meta_objective_sees_the_exits_and_not_the_teacher() -> None:
+    """Exits share the meta half among themselves: the same meta loss on the network and on its frozen features."""
     torch.manual_seed(0)
     base = create_model("msdnet-tiny", num_classes=4, **SMALL).double()
     teacher = base.heads[-1].linear
     net = CollaborativeNet(base).double().train()
-    x, y = batch(1)
+    module = OnFrozenFeatures(net, teacher)
+    (train_x, train_y), (meta_x, meta_y) = batch(1), batch(2)
+    (train_f, _), (meta_f, _) = module.prepare(train_x), module.prepare(meta_x)
+    cases = {net: (train_x, meta_x), module: (train_f, meta_f)}
     losses = []
-    for module in (net, WithTeacher(net, teacher)):
-        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
-        meta_x, meta_y = batch(2)
-        seen = module.features(meta_x) if isinstance(module, WithTeacher) else meta_x
-        forward = Forward(x, y, torch.zeros(12, 2).double(), generator_states(x.device))
-        problem = Problem(module, optimizer, forward, torch.ones(12, 2).double(), seen, meta_y)
-        losses.append(meta_loss(problem, problem.params()).detach())
+    for called, (train, meta) in cases.items():
+        optimizer = torch.optim.SGD([p for p in called.parameters() if p.requires_grad], lr=0.1)
+        problem = problem_of(called, optimizer, Half(train, train_y), None, Half(meta, meta_y))
+        losses.append(problem.meta_loss_at(problem.params()).detach())
     torch.testing.assert_close(losses[0], losses[1])
 
 

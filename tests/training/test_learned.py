@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +12,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.training import by
+from helpers.training import learned as weighting_of
 from offramp import LearnedWeights
-from offramp.models.store import read_tensors
+from offramp.models.weights import read_tensors
 from offramp.runs.config import RunConfig
 from offramp.runs.folder import read_metrics
-from offramp.training.meta_gradient import ENGINES
-from offramp.training.objectives.losses import exit_losses
-from offramp.training.step import Method, iterate
+from offramp.training.meta_gradient import ESTIMATORS
+from offramp.training.method import Method
+from offramp.training.objectives import exit_losses
+from offramp.training.step import train_step
 from offramp.training.train import train_run
-from offramp.training.weighting import LearnedWeighting, UniformWeighting
+from offramp.training.weighting import UniformWeighting
 
 Config = Callable[..., RunConfig]
 
@@ -54,13 +58,13 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 def test_range_zero_is_the_baseline_bit_for_bit() -> None:
     models = []
-    for weighting in (UniformWeighting(), LearnedWeighting(2, delta=0.0)):
+    for method in (Method(UniformWeighting()), by(weighting_of(2, delta=0.0))):
         torch.manual_seed(0)
         model = Theirs()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
         for step, (x, y) in enumerate(loader(10)):
             torch.manual_seed(step)
-            iterate(model, optimizer, Method(weighting), x, y, step)
+            train_step(model, optimizer, method, x, y, step)
         models.append(model)
     assert same(*models)
 
@@ -78,7 +82,7 @@ def test_range_zero_is_the_baseline_in_the_trainer(tmp_path: Path, small_config:
     assert "meta_loss" in read_metrics(runs[2])[-1] and "meta_loss" not in read_metrics(runs[0])[-1]
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ESTIMATORS)
 def test_every_engine_trains_the_same_way(engine: str) -> None:
     """In float64 a whole training by each engine ends at the same params (differences: nearly)."""
     results = []
@@ -86,10 +90,9 @@ def test_every_engine_trains_the_same_way(engine: str) -> None:
         torch.manual_seed(0)
         model = Theirs().double()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        weighting = LearnedWeighting(2, learning_rate=0.01)
-        weighting.net.double()
+        weighting = weighting_of(2, learning_rate=0.01, engine=name, double=True)
         for step, (x, y) in enumerate(loader(5)):
-            iterate(model, optimizer, Method(weighting, ENGINES[name]), x.double(), y, step)
+            train_step(model, optimizer, by(weighting), x.double(), y, step)
         results.append((model, weighting.net))
     for a, b in zip(*results, strict=True):
         for p, q in zip(a.parameters(), b.parameters(), strict=True):
@@ -100,9 +103,9 @@ def test_the_interval_counts_loader_batches() -> None:
     torch.manual_seed(0)
     model = Theirs()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    method = Method(LearnedWeighting(2), interval=3)
+    method = by(weighting_of(2, interval=3))
     learned = [
-        [half.meta_loss is not None for half in iterate(model, optimizer, method, x, y, step)]
+        [half.meta_loss is not None for half in train_step(model, optimizer, method, x, y, step)]
         for step, (x, y) in enumerate(loader(5))
     ]
     assert learned == [[True, True], [False, False], [False, False], [True, True], [False, False]]
@@ -123,10 +126,9 @@ def test_the_weights_learn_what_the_meta_objective_asks_for() -> None:
     torch.manual_seed(0)
     model = Half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    weighting = LearnedWeighting(2, learning_rate=3e-3)
-    method = Method(weighting, objective="whole")
+    method = by(weighting_of(2, learning_rate=3e-3, objective="whole"))
     for step, (x, y) in enumerate(loader(60, 64)):
-        halves = iterate(model, optimizer, method, x, y, step)
+        halves = train_step(model, optimizer, method, x, y, step)
     assert halves[-1].weights_BK[:, 0].mean() > halves[-1].weights_BK[:, 1].mean()
 
 
@@ -156,7 +158,7 @@ def test_the_weight_net_learns_until_it_is_told_to_stop(tmp_path: Path, small_co
     never = train_run(small_config(*learned, "weighting.until=0"), tmp_path / "never", device="cpu")
     assert ["meta_loss" in row for row in read_metrics(half)] == [True, False]
     assert ["meta_loss" in row for row in read_metrics(never)] == [False, False]
-    untouched = LearnedWeighting(2, seed=small_config().seed).tensors()
+    untouched = weighting_of(2, seed=small_config().seed).tensors()
     assert net(half).keys() == net(never).keys() and net(never)
     for name, tensor in net(never).items():
         torch.testing.assert_close(tensor, untouched[name])
@@ -239,8 +241,7 @@ def test_autocast_around_the_whole_step_is_autocast_around_each_pass() -> None:
         if not whole:
             from functools import partial
 
-            fields = {**vars(weights.method), "autocast": partial(torch.autocast, "cpu", torch.bfloat16)}
-            weights.method = Method(**fields)
+            weights.method = replace(weights.method, autocast=partial(torch.autocast, "cpu", torch.bfloat16))
         for at, (x, y) in enumerate(loader(4)):
             torch.manual_seed(at)
             with torch.autocast("cpu", torch.bfloat16, enabled=whole):
@@ -250,7 +251,7 @@ def test_autocast_around_the_whole_step_is_autocast_around_each_pass() -> None:
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
 
 
-def test_mistakes_get_a_sentence(small_config: Config) -> None:
+def test_mistakes_get_a_sentence(tmp_path: Path, small_config: Config) -> None:
     model = Theirs()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="centring 'exits' is unknown; did you mean 'exit'"):
@@ -266,7 +267,8 @@ def test_mistakes_get_a_sentence(small_config: Config) -> None:
     with pytest.raises(ValueError, match="needs total_steps"):
         LearnedWeights(model, sgd, num_exits=2, until=0.5)
     with pytest.raises(ValueError, match="clipping by global norm"):
-        small_config("weighting.name=learned", "train.clip_norm=1")
+        train_run(small_config("weighting.name=learned", "train.clip_norm=1"), tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
     with pytest.raises(ValueError, match=r"needs weighting\.from_run"):
         small_config("weighting.name=frozen")
     small_config("train.clip_norm=1")

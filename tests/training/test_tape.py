@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.training import by, learned, problem_of, with_equilibrium
 from offramp import create_model
 from offramp.models.exits import ExitNet
 from offramp.models.layers import ConvBNReLU
-from offramp.models.tape import Tape, no_trace
-from offramp.training.meta_gradient import ENGINES, Problem
-from offramp.training.objectives.losses import exit_losses
-from offramp.training.step import Method, forward, iterate
-from offramp.training.weighting import LearnedWeighting, UniformWeighting
+from offramp.training.meta_gradient import ESTIMATORS, Problem
+from offramp.training.objectives import Half, exit_losses
+from offramp.training.step import forward, train_step
+from offramp.training.tape import Tape, TapedConvBNReLU, no_trace, use_taped_layers
+from offramp.training.weighting import LearnedWeighting
 
 TINY = {"blocks": (1, 1), "base_width": 4, "growth": 4, "head_width": 4}
 SMALL_RANET = {"blocks": (1, 2), "scales": (1, 2), "factors": (2, 1), "base_width": 8}
@@ -29,6 +30,15 @@ NETS: dict[str, Callable[[], ExitNet]] = {
 }
 
 
+def taped(name: str) -> ExitNet:
+    """A network in float64 whose layers work with a tape."""
+    torch.manual_seed(0)
+    model = NETS[name]().double()
+    use_taped_layers(model)
+    assert any(isinstance(layer, TapedConvBNReLU) for layer in model.modules())
+    return model
+
+
 def halves(seed: int, model: ExitNet, samples: int = 8) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     images = torch.randn(samples, *model.input_shape, generator=draw, dtype=torch.float64)
@@ -38,22 +48,19 @@ def halves(seed: int, model: ExitNet, samples: int = 8) -> tuple[Tensor, Tensor]
 def problem(model: ExitNet, keeps: bool) -> Problem:
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
-    train = forward(model, Method(UniformWeighting()), *halves(1, model), keeps=keeps)
-    weights = 0.5 + torch.rand(train.losses_BK.shape, dtype=torch.float64)
-    return Problem(model, optimizer, train, weights, *halves(2, model))
+    weights = 0.5 + torch.rand(8, model.num_exits, dtype=torch.float64)
+    return problem_of(model, optimizer, Half(*halves(1, model)), weights, Half(*halves(2, model)), keeps=keeps)
 
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("equilibrium", [False, True])
 def test_replayed_tangents_are_exact(name: str, equilibrium: bool) -> None:
-    torch.manual_seed(0)
-    model = NETS[name]().double()
-    model.equilibrium = equilibrium
-    replayed = ENGINES["forward_mode"](problem(model, keeps=True)).weights_BK
-    exact = ENGINES["double_backward"](problem(model, keeps=True)).weights_BK
+    model = with_equilibrium(taped(name), equilibrium)
+    replayed = ESTIMATORS["forward_mode"](problem(model, keeps=True)).weights_BK
+    exact = ESTIMATORS["double_backward"](problem(model, keeps=True)).weights_BK
     whole = problem(model, keeps=True)
     object.__setattr__(whole.train, "tape", None)  # computes every value again beside its tangent
-    computed = ENGINES["forward_mode"](whole).weights_BK
+    computed = ESTIMATORS["forward_mode"](whole).weights_BK
     assert exact.abs().max() > 1e-6
     torch.testing.assert_close(replayed, computed, rtol=1e-9, atol=1e-14)
     if not equilibrium:
@@ -63,20 +70,22 @@ def test_replayed_tangents_are_exact(name: str, equilibrium: bool) -> None:
 @pytest.mark.parametrize("frozen", ["0.weight", "1.weight", "1.bias", "1.weight 1.bias", "0.weight 1.bias"])
 def test_params_that_do_not_move(frozen: str) -> None:
     """A layer of which some params are frozen: the others' moves still count."""
-    torch.manual_seed(0)
-    model = NETS["msdnet"]().double()
+    model = taped("msdnet")
     for layer in model.modules():
         if isinstance(layer, ConvBNReLU):
             for name in frozen.split():
                 layer.get_parameter(name).requires_grad_(False)
-    replayed, exact = (ENGINES[e](problem(model, keeps=True)).weights_BK for e in ("forward_mode", "double_backward"))
+    replayed, exact = (
+        ESTIMATORS[e](problem(model, keeps=True)).weights_BK for e in ("forward_mode", "double_backward")
+    )
     torch.testing.assert_close(replayed, exact, rtol=1e-8, atol=1e-13)
 
 
 def test_a_recorded_forward_is_the_plain_one() -> None:
+    model = taped("msdnet")
     torch.manual_seed(0)
-    model = NETS["msdnet"]().double()
-    twin, images = copy.deepcopy(model), halves(1, model)[0]
+    twin, images = NETS["msdnet"]().double(), halves(1, model)[0]
+    assert not any(isinstance(layer, TapedConvBNReLU) for layer in twin.modules())
     with Tape().recording():
         recorded = model(images)
     plain = twin(images)
@@ -92,7 +101,7 @@ def test_a_recorded_forward_is_the_plain_one() -> None:
 
 
 def test_a_pass_without_trace_leaves_running_statistics_alone() -> None:
-    model = NETS["msdnet"]().double()
+    model = taped("msdnet")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with no_trace():
         model(halves(1, model)[0])
@@ -111,17 +120,17 @@ def test_a_layer_that_runs_twice_keeps_both() -> None:
 
     torch.manual_seed(0)
     model = Twice().double()
+    use_taped_layers(model)
     draw = torch.Generator().manual_seed(3)
     first, second = (
         (torch.randn(8, 3, 5, 5, generator=draw, dtype=torch.float64), torch.randint(0, 4, (8,), generator=draw))
         for _ in range(2)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    train = forward(model, Method(UniformWeighting()), *first, keeps=True)
-    given = Problem(model, optimizer, train, torch.ones(8, 2, dtype=torch.float64), *second)
+    given = problem_of(model, optimizer, Half(*first), None, Half(*second), keeps=True)
     for _ in range(2):  # and a tape can be gone over again
-        ours = ENGINES["forward_mode"](given).weights_BK
-        torch.testing.assert_close(ours, ENGINES["double_backward"](given).weights_BK, rtol=1e-8, atol=1e-13)
+        ours = ESTIMATORS["forward_mode"](given).weights_BK
+        torch.testing.assert_close(ours, ESTIMATORS["double_backward"](given).weights_BK, rtol=1e-8, atol=1e-13)
 
 
 def delayed_by_hand(
@@ -130,9 +139,10 @@ def delayed_by_hand(
     """The delayed order written out: weights of the old net for the step, double backward for the net."""
     first, second = zip(images.chunk(2), labels.chunk(2), strict=True)
     for train, meta in ((first, second), (second, first)):
-        passed = forward(model, Method(weighting), *train, keeps=False)
+        passed = forward(model, by(weighting), Half(*train), keeps=False)
         weights = weighting.weights(passed.losses_BK.detach(), torch.zeros_like(passed.losses_BK))
-        found = ENGINES["double_backward"](Problem(model, optimizer, passed, weights.detach(), *meta, q=0.75))
+        problem = Problem(model, optimizer, by(weighting), passed, weights.detach(), Half(*meta))
+        found = ESTIMATORS["double_backward"](problem)
         loss = (weights.detach() * passed.losses_BK).sum(1).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -141,17 +151,14 @@ def delayed_by_hand(
 
 
 def test_the_delayed_order_is_what_it_says() -> None:
-    torch.manual_seed(0)
-    models = [NETS["msdnet"]().double()]
+    models = [taped("msdnet")]
     models.append(copy.deepcopy(models[0]))
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3) for m in models]
-    weightings = [LearnedWeighting(2, learning_rate=0.01) for _ in models]
-    for weighting in weightings:
-        weighting.net.double()
-    method = Method(weightings[0], order="delayed")
+    weightings = [learned(2, learning_rate=0.01, order="delayed", double=True) for _ in models]
+    method = by(weightings[0])
     for step in range(3):
         images, labels = halves(10 + step, models[0], 16)
-        results = iterate(models[0], optimizers[0], method, images, labels, step)
+        results = train_step(models[0], optimizers[0], method, images, labels, step)
         delayed_by_hand(models[1], optimizers[1], weightings[1], images, labels)
         assert len(results) == 2 and all(r.meta_loss is not None for r in results)
     for a, b in zip(models[0].state_dict().values(), models[1].state_dict().values(), strict=True):
@@ -161,15 +168,13 @@ def test_the_delayed_order_is_what_it_says() -> None:
 
 
 def test_the_delayed_order_is_not_the_exact_one() -> None:
-    torch.manual_seed(0)
-    model = NETS["msdnet"]().double()
+    model = taped("msdnet")
     twin = copy.deepcopy(model)
     images, labels = halves(5, model, 16)
     for net, order in ((model, "exact"), (twin, "delayed")):
-        weighting = LearnedWeighting(2, learning_rate=0.1)
-        weighting.net.double()
+        weighting = learned(2, learning_rate=0.1, order=order, double=True)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        results = iterate(net, optimizer, Method(weighting, order=order), images, labels, 0)
+        results = train_step(net, optimizer, by(weighting), images, labels, 0)
         assert torch.isfinite(exit_losses(net(images), labels)).all() and len(results) == 2
     different = [not torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True)]
     assert any(different)

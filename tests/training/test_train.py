@@ -22,14 +22,13 @@ from offramp import ExitNet, load_model, register_model
 from offramp.common.files import read_json, write_json
 from offramp.common.signals import Stopped
 from offramp.data import load_dataset
-from offramp.models.store import read_tensors
+from offramp.models.weights import read_tensors
 from offramp.runs.config import RunConfig, with_settings
 from offramp.runs.folder import read_metrics
 from offramp.runs.recipe import load_recipe
-from offramp.training.build import refuse_other_size
-from offramp.training.checkpoint import load_state
-from offramp.training.rates import cosine
-from offramp.training.train import names, train_run, train_runs
+from offramp.training.checkpoint import load_checkpoint
+from offramp.training.optimizers import cosine
+from offramp.training.train import names, refuse_other_size, train_run, train_runs
 
 Config = Callable[..., RunConfig]
 CHECKPOINT = (
@@ -147,7 +146,7 @@ def test_a_signal_saves_and_leaves_with_a_sentence(
     whole = train_run(small_config(), tmp_path / "whole", device="cpu")
     import offramp.training.loop as training
 
-    real, calls, before = training.iterate, [], signal.getsignal(signal.SIGINT)
+    real, calls, before = training.train_step, [], signal.getsignal(signal.SIGINT)
 
     def update(*args: object) -> object:
         calls.append(0)
@@ -155,7 +154,7 @@ def test_a_signal_saves_and_leaves_with_a_sentence(
             os.kill(os.getpid(), signum)
         return real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(training, "iterate", update)
+    monkeypatch.setattr(training, "train_step", update)
     run = tmp_path / "run"
     with pytest.raises(
         Stopped, match="stopped at step 6 of 12, saved; go on with the same command and --resume"
@@ -186,12 +185,12 @@ def test_a_damaged_state_is_reported_and_the_one_before_used(
     (run / "model.safetensors").unlink()
     with caplog.at_level(logging.WARNING, "offramp"):
         train_run(small_config(), run, device="cpu", resume=True)
-    assert "optimizer.safetensors is missing or not what was saved" in caplog.text
+    assert "optimizer.safetensors is not the file that was written" in caplog.text
     assert same_weights(run, other)
     for state in ("last", "last.1"):
         (run / state / "state.json").write_text("{")
     with pytest.raises(ValueError, match="no resume state of .* is whole"):
-        load_state(run)
+        load_checkpoint(run)
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path, small_config: Config) -> None:
@@ -207,7 +206,7 @@ def test_params_that_are_not_finite_are_never_saved(
 ) -> None:
     import offramp.training.loop as training
 
-    real = training.iterate
+    real = training.train_step
 
     def update(model: ExitNet, *args: object) -> object:
         halves = real(model, *args)  # type: ignore[arg-type]
@@ -215,11 +214,11 @@ def test_params_that_are_not_finite_are_never_saved(
             next(model.parameters()).data.fill_(float("inf"))
         return halves
 
-    monkeypatch.setattr(training, "iterate", update)
+    monkeypatch.setattr(training, "train_step", update)
     run = tmp_path / "run"
     with pytest.raises(ValueError, match="not finite"):
         train_run(small_config(), run, device="cpu")
-    state = load_state(run)
+    state = load_checkpoint(run)
     assert state is not None and state.step == 5
     assert all(t.isfinite().all() for t in state.parts["model"].values())
 
@@ -347,10 +346,10 @@ def test_several_seeds_are_the_runs_they_would_be_alone(
 def test_runs_that_share_a_device_take_turns(tmp_path: Path, small_config: Config) -> None:
     """One step of each in turn: what `--seeds` does on a GPU gives what each run gives alone."""
     from offramp.common.console import progress
-    from offramp.training.processes import World
+    from offramp.training.processes import Processes
     from offramp.training.train import drive, training
 
-    device, world = torch.device("cpu"), World()
+    device, world = torch.device("cpu"), Processes()
     configs = {f"seed-{seed}": small_config(f"seed={seed}", f"train.epochs={2 + seed}") for seed in (0, 1)}
     runs = {name: training(c, tmp_path / name, device, world, [], False) for name, c in configs.items()}
     with progress("training", 0, silent=True) as bar:
@@ -369,31 +368,31 @@ def test_runs_that_share_a_device_are_told_apart() -> None:
 
 def test_a_signal_stops_all_runs_and_saves_each(tmp_path: Path, small_config: Config) -> None:
     from offramp.common.console import progress
-    from offramp.training.processes import World
+    from offramp.training.processes import Processes
     from offramp.training.train import drive, training
 
     caught = [int(signal.SIGTERM)]
     runs = {
         str(seed): training(
-            small_config(f"seed={seed}"), tmp_path / str(seed), torch.device("cpu"), World(), caught, False
+            small_config(f"seed={seed}"), tmp_path / str(seed), torch.device("cpu"), Processes(), caught, False
         )
         for seed in (0, 1)
     }
     with progress("training", 0, silent=True) as bar, pytest.raises(Stopped):
         drive(runs, bar, torch.device("cpu"))
-    assert all((state := load_state(tmp_path / str(seed))) is not None and state.step == 1 for seed in (0, 1))
+    assert all((state := load_checkpoint(tmp_path / str(seed))) is not None and state.step == 1 for seed in (0, 1))
 
 
 def test_one_runs_trouble_is_not_the_others(
     tmp_path: Path, small_config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from offramp.common.console import progress
-    from offramp.training.processes import World
+    from offramp.training.processes import Processes
     from offramp.training.train import drive, training
 
     configs = [small_config("train.learning_rate=1e25", "train.save_seconds=1000"), small_config("seed=1")]
     device = torch.device("cpu")
-    runs = {str(at): training(c, tmp_path / str(at), device, World(), [], False) for at, c in enumerate(configs)}
+    runs = {str(at): training(c, tmp_path / str(at), device, Processes(), [], False) for at, c in enumerate(configs)}
     with progress("training", 0) as bar, pytest.raises(ValueError, match="not finite"):
         drive(runs, bar, device)
     shown = capsys.readouterr().out

@@ -8,18 +8,19 @@ from fractions import Fraction
 import pytest
 import torch
 
-from offramp.measuring.shares import exit_counts
-from offramp.runs.config import RunConfig, with_settings
-from offramp.training.build import new_weighting
-from offramp.training.objectives.allocation import allocate
-from offramp.training.objectives.losses import exit_losses, mean_weights, weighted_loss
+from helpers.training import learned, settings
+from offramp.measuring.thresholds import exit_counts
+from offramp.runs.config import RunConfig, WeightingConfig, with_settings
+from offramp.training.objectives import allocate, exit_losses, mean_weights, weighted_loss
 from offramp.training.weighting import (
+    Context,
     FixedWeighting,
     LearnedWeighting,
     NetWeighting,
     SelectionWeighting,
     UniformWeighting,
     WeightNet,
+    new_weighting,
 )
 
 
@@ -88,17 +89,17 @@ def test_fixed_weightings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("changes", "expected"),
     [
         (("weighting.name=ascending",), [0.6, 0.6 + 0.8 / 3, 0.6 + 1.6 / 3, 1.4]),
         (("weighting.name=descending",), [1.4, 0.6 + 1.6 / 3, 0.6 + 0.8 / 3, 0.6]),
         (("weighting.name=fixed", "weighting.exits=[1, 0, 0.5, 2]"), [1.0, 0.0, 0.5, 2.0]),
     ],
 )
-def test_fixed_weights_by_name(settings: tuple[str, ...], expected: list[float]) -> None:
-    config = with_settings(RunConfig(), settings)
+def test_fixed_weights_by_name(changes: tuple[str, ...], expected: list[float]) -> None:
+    config = with_settings(RunConfig(), changes)
     assert RunConfig.from_json(config.to_json()) == config
-    weights = new_weighting(config, 4, torch.device("cpu")).weights(*batch())
+    weights = new_weighting(config.weighting, Context(4)).weights(*batch())
     torch.testing.assert_close(weights[7], torch.tensor(expected))
 
 
@@ -109,16 +110,16 @@ def test_fixed_weights_that_teach_nothing_are_refused() -> None:
 
 
 def test_fixed_weights_are_for_as_many_exits_as_there_are() -> None:
-    config = with_settings(RunConfig(), ["weighting.name=fixed", "weighting.exits=[1, 2]"])
+    fixed = WeightingConfig("fixed", exits=[1.0, 2.0])
     with pytest.raises(ValueError, match=r"weighting\.exits has 2 weights, the network has 4 exits"):
-        new_weighting(config, 4, torch.device("cpu"))
+        new_weighting(fixed, Context(4))
 
 
 def test_selection_is_the_mean_over_the_allocated_samples() -> None:
     losses, confidences = batch()
     exits = allocate(confidences, 0.75)
     expected = sum(losses[exits == k, k - 1].mean() for k in range(1, 5))
-    loss = weighted_loss(losses, SelectionWeighting(0.75).weights(losses, confidences))
+    loss = weighted_loss(losses, SelectionWeighting(WeightingConfig(q=0.75)).weights(losses, confidences))
     torch.testing.assert_close(loss, torch.as_tensor(expected))
 
 
@@ -128,7 +129,7 @@ def test_selection_is_the_mean_over_the_allocated_samples() -> None:
 )
 def test_learned_weights_average_to_one(centring: str, over: tuple[int, ...], bound: bool) -> None:
     losses, confidences = batch()
-    weighting = NetWeighting(4, centring=centring, bound=bound, delta=0.8)
+    weighting = NetWeighting(settings(centring=centring, bound=bound, delta=0.8), Context(4))
     for layer in weighting.net:
         if isinstance(layer, torch.nn.Linear):
             layer.weight.data *= 40  # far into the tanh, where centring can leave the range
@@ -151,18 +152,18 @@ def test_the_bound_is_that_of_a_slow_loop() -> None:
 
 
 def test_the_weight_net_is_the_papers() -> None:
-    net = WeightNet(5)
+    net = WeightNet(5, settings())
     shapes = [tuple(p.shape) for p in net.parameters()]
     assert shapes == [(500, 5), (500,), (5, 500), (5,)]
     assert [type(m).__name__ for m in net] == ["Linear", "ReLU", "Linear", "Tanh"]
-    assert sum(isinstance(m, torch.nn.Linear) for m in WeightNet(5, depth=4, width=10)) == 5
-    assert next(WeightNet(5, inputs="both").parameters()).shape == (500, 10)
+    assert sum(isinstance(m, torch.nn.Linear) for m in WeightNet(5, settings(depth=4, width=10))) == 5
+    assert next(WeightNet(5, settings(inputs="both")).parameters()).shape == (500, 10)
 
 
 @pytest.mark.parametrize("inputs", ["loss", "confidence", "both"])
 def test_the_input_is_what_was_asked_for(inputs: str) -> None:
     losses, confidences = batch()
-    weighting = NetWeighting(4, inputs=inputs)
+    weighting = NetWeighting(settings(inputs=inputs), Context(4))
     before = weighting.weights(losses, confidences)
     other = torch.rand(40, 4)
     assert torch.equal(before, weighting.weights(other, confidences)) == (inputs == "confidence")
@@ -173,16 +174,16 @@ def test_the_weight_nets_draws_are_its_own() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    one, two = NetWeighting(4, seed=1), NetWeighting(4, seed=1)
+    one, two = (NetWeighting(settings(), Context(4, seed=1)) for _ in range(2))
     assert torch.equal(torch.rand(1), expected)
     assert all(torch.equal(a, b) for a, b in zip(one.net.parameters(), two.net.parameters(), strict=True))
-    other = NetWeighting(4, seed=2)
+    other = NetWeighting(settings(), Context(4, seed=2))
     assert not torch.equal(next(other.net.parameters()), next(one.net.parameters()))
 
 
 def test_learning_is_one_adam_step_and_can_be_resumed() -> None:
     losses, confidences = batch()
-    one = LearnedWeighting(4, learning_rate=0.01)
+    one = learned(4, learning_rate=0.01)
     gradient = torch.randn(40, 4)
 
     def learn(weighting: LearnedWeighting) -> None:
@@ -191,12 +192,12 @@ def test_learning_is_one_adam_step_and_can_be_resumed() -> None:
     before = (one.weights(losses, confidences) * gradient).sum()
     learn(one)
     assert (one.weights(losses, confidences) * gradient).sum() < before
-    two = LearnedWeighting(4, learning_rate=0.01, seed=5)
+    two = learned(4, learning_rate=0.01, seed=5)
     two.load_tensors({k: v.clone() for k, v in one.tensors().items()})
     learn(one), learn(two)
     assert all(torch.equal(v, two.tensors()[k]) for k, v in one.tensors().items())
     with pytest.raises(ValueError, match="the weight net does not fit"):
-        LearnedWeighting(4, width=3).load_tensors(one.tensors())
+        learned(4, width=3).load_tensors(one.tensors())
 
 
 def test_losses_are_computed_in_float32_at_least() -> None:

@@ -9,30 +9,80 @@ ideal.
 
 from __future__ import annotations
 
-import os
-import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from offramp.bench.planned_exits import Planned, plan_exits
 from offramp.common.console import progress
+from offramp.common.formatting import Table
 from offramp.common.names import unknown
 from offramp.common.pretrained import is_bundle
-from offramp.common.tables import Table
+from offramp.common.timing import median_ms, timed_ms
 from offramp.measuring.policy import Policy
-from offramp.measuring.shares import exit_counts
+from offramp.measuring.thresholds import exit_counts
 from offramp.running.bundle import Bundle, load_bundle
+from offramp.running.engines.protocol import Engine, EngineState, copied, warm
 from offramp.running.packing import SIZES, measure_packing, tuned_packing
 from offramp.running.pool import Pool, Ticket
-from offramp.running.runtime import Engine, Packing, Runtime, State, copied, wait, warm
+from offramp.running.runtime import Packing, Runtime
 from offramp.runs.folder import CONFIG
 
 POOLED_IMAGES = 4096  # about so many through the pool to fill it, and as many again to time it
+
+
+class PlannedExits:
+    """An engine whose samples leave where they are told to; the plan travels as the first part of the state."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.num_exits = engine, engine.num_exits
+        self.plan = np.zeros(0, np.int64)
+        self.ahead, self.place = engine.ahead, engine.place
+
+    def use(self, slot: int) -> None:
+        self.engine.use(slot)
+
+    def active(self) -> AbstractContextManager[Any]:
+        return self.engine.active()
+
+    def begin(self, images: np.ndarray) -> EngineState:
+        return (self.plan, *self.engine.begin(images))
+
+    def run(self, k: int, state: EngineState) -> tuple[Any, EngineState]:
+        logits, after = self.engine.run(k, tuple(state[1:]))
+        return (state[0], logits), (state[0], *after)
+
+    def judge(self, k: int, logits: Any) -> tuple[np.ndarray, np.ndarray]:
+        plan, own = logits
+        return (plan == k).astype(np.float32), self.engine.judge(k, own)[1]
+
+    def gather(self, k: int, parts: Sequence[tuple[EngineState, np.ndarray]]) -> EngineState:
+        plan = np.concatenate([state[0][rows] for state, rows in parts])
+        return (plan, *self.engine.gather(k, [(tuple(state[1:]), rows) for state, rows in parts]))
+
+    def logits(self, k: int, state: EngineState) -> tuple[np.ndarray, EngineState]:
+        raise NotImplementedError
+
+    def room(self, state: EngineState, samples: int) -> EngineState:
+        return (np.empty(samples, np.int64), *self.engine.room(tuple(state[1:]), samples))
+
+    def put(self, state: EngineState, rows: np.ndarray, room: EngineState, begin: int) -> None:
+        room[0][begin : begin + len(rows)] = state[0][rows]
+        self.engine.put(tuple(state[1:]), rows, tuple(room[1:]), begin)
+
+    def wait(self) -> None:
+        self.engine.wait()
+
+
+def plan_exits(samples: int, shares: Sequence[float], seed: int) -> np.ndarray:
+    """An exit per sample in the given shares, as exactly as whole samples allow, in random order."""
+    ends = np.round(np.cumsum(shares) * samples).astype(np.int64)
+    exits = np.searchsorted(ends, np.arange(samples), side="right") + 1
+    return np.random.default_rng(seed).permutation(np.minimum(exits, len(shares)))
 
 
 @dataclass(frozen=True)
@@ -147,7 +197,7 @@ def infer_report(
     return {
         "source": source,
         "engine": (kind or "torch") if bundle is None else bundle.format,
-        "machine": machine_name(subject.engine),
+        "machine": subject.engine.place,
         "rows": [row.to_json() for row in rows],
         "stage_ms": stage_ms,
         "packing": packing.explain() if exits > 1 else [],
@@ -162,16 +212,6 @@ def _shares(q: float, exits: int, bundle: Bundle | None) -> tuple[str, tuple[flo
         return f"q={q:g}", tuple(count / samples for count in counts)
     policy = bundle.policies.at_q(q)
     return f"q={policy.q:g}", policy.shares
-
-
-def machine_name(engine: Any) -> str:
-    """Where an engine runs."""
-    place = getattr(engine, "device", None)
-    if place is not None:
-        from offramp.common.device import device_name
-
-        return device_name(place)
-    return f"{platform.processor() or platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def bench_table(found: dict[str, Any]) -> Table:
@@ -225,7 +265,7 @@ class _Clock:
         self.engine, self.batch, self.repeats, self.whole = subject.engine, batch, repeats, subject.whole
         draw = np.random.default_rng(0)
         self.images = draw.normal(size=(batch, *subject.shape)).astype(np.float32)
-        self._states: dict[tuple[int, int], State] = {}
+        self._states: dict[tuple[int, int], EngineState] = {}
 
     def stage(self, k: int, size: int) -> Callable[[], Any]:
         """Stage k on `size` samples, from the state before it to the answer on the host."""
@@ -235,7 +275,7 @@ class _Clock:
         state = self._before(k, size)
         return lambda: engine.judge(k, engine.run(k, state)[0])
 
-    def _before(self, k: int, size: int) -> State:
+    def _before(self, k: int, size: int) -> EngineState:
         """The state before stage k, packed as it would be, in memory of its own."""
         if (k, size) not in self._states:
             if size < self.batch:
@@ -248,24 +288,10 @@ class _Clock:
         return self._states[k, size]
 
 
-def median_ms(action: Callable[[], Any], repeats: int) -> float:
-    """The median of several timings after two that do not count."""
-    action()
-    action()
-    return float(np.median([timed_ms(action) for _ in range(repeats)]))
-
-
-def timed_ms(action: Callable[[], Any]) -> float:
-    """Milliseconds of one call."""
-    began = time.perf_counter()
-    action()
-    return 1e3 * (time.perf_counter() - began)
-
-
 def _row(clock: _Clock, name: str, shares: Sequence[float], packing: Packing | None) -> InferBench:
     """Ours, the ideal and the whole network by turns, so that a busy moment hits all of them."""
     batch, exits = clock.batch, len(shares)
-    planned = Planned(clock.engine)
+    planned = PlannedExits(clock.engine)
     policy = Policy("planned", None, (0.5,) * (exits - 1), 0.0, tuple(shares), 0.0)
     runtime = Runtime(planned, policy, (1,) * exits, packing)
     calls = max(clock.repeats, 64 // batch)
@@ -304,7 +330,7 @@ def _plans(batch: int, calls: int, shares: Sequence[float]) -> np.ndarray:
     return np.stack([plan_exits(batch, shares, seed) for seed in range(calls)])
 
 
-def _pooled_ms(clock: _Clock, planned: Planned, policy: Policy, shares: Sequence[float]) -> tuple[float, float]:
+def _pooled_ms(clock: _Clock, planned: PlannedExits, policy: Policy, shares: Sequence[float]) -> tuple[float, float]:
     """Milliseconds per image of a stream whose survivors are pooled, once the pool is filled, and of its ideal."""
     exits, batch = len(shares), clock.batch
     warm(clock.engine, clock.images)
@@ -321,7 +347,7 @@ def _pooled_ms(clock: _Clock, planned: Planned, policy: Policy, shares: Sequence
             count += len(pool.work())
         look = at % max(1, rounds // 8) == 0
         if look or at == len(plans) - 1:
-            wait(clock.engine)
+            clock.engine.wait()
         if at < rounds:
             continue
         left, spent = left + count, spent + time.perf_counter() - began  # the pool is in its steady state

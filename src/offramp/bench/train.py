@@ -1,21 +1,24 @@
-"""Benchmarks. `bench_train`: what learned weights cost beside conventional training, in one run.
+"""`offramp bench train`: what learned weights cost beside conventional training, and what no step can be faster than.
 
 Rows are timed in turn, again and again, so that a busy machine slows all of them alike; the median counts. The
 ratio is a row's loader batch over two baseline updates of half of it, run the same way. On a GPU every row is run
 eagerly, as a CUDA graph of plain operations (`graph`), and as one with kernels of our own (`fast`). Memory on a CPU
 is measured in a fresh process per row: how far a few steps make it grow.
+
+The lower bound of a step is the mul-adds it must do and the bytes it must move through memory, counted over the
+conv-BN-ReLU layers, which are nearly all of MSDNet and RANet. Each sweep reads its inputs once and writes its
+output once; what BatchNorm forces (all of a map must be known before any of it can be normalised) is a sweep of its
+own.
 """
 
 from __future__ import annotations
 
 import resource
 import statistics
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -24,30 +27,34 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from offramp.bench.lower_bounds import copied_bytes_per_s, floor_of
 from offramp.common.console import progress
-from offramp.common.device import pick_device, suits_kernels, training_dtype
-from offramp.models.collaboration import CollaborativeNet, WithTeacher, classifier, collaborates
+from offramp.common.device import pick_device, suits_kernels, synchronize, training_dtype
+from offramp.common.registry import load_plugin, loaded
+from offramp.common.timing import timed_ms
+from offramp.models.collaboration import CollaborativeNet, classifier, collaborates
+from offramp.models.cost import exit_costs
 from offramp.models.exits import ExitNet
-from offramp.models.layers import use_kernels
+from offramp.models.layers import ConvBNReLU
 from offramp.models.registry import create_model, model_entry
-from offramp.runs.config import ImtaConfig
-from offramp.training.cuda_graph import Stepper
-from offramp.training.meta_gradient import ENGINES, Criterion
-from offramp.training.objectives.imta import OneForAll
-from offramp.training.objectives.losses import exit_losses
-from offramp.training.step import HalfResult, Method, iterate, update
-from offramp.training.weighting import LearnedWeighting, UniformWeighting
+from offramp.runs.config import ImtaConfig, RunConfig, WeightingConfig, with_settings
+from offramp.training.cuda_graph import CapturedStep
+from offramp.training.imta import OneForAll, OnFrozenFeatures
+from offramp.training.meta_gradient import ESTIMATORS
+from offramp.training.method import Method
+from offramp.training.objectives import Half, Objective, cross_entropy
+from offramp.training.optimizers import new_optimizer
+from offramp.training.step import HalfResult, exact_update, train_step
+from offramp.training.tape import use_taped_layers
+from offramp.training.weighting import Context, new_weighting
 
 WHOLE = "baseline, one update of the batch"
 BASELINE = "baseline, two updates of half a batch"
 DELAYED = "learned, delayed order"
 SECOND, SECOND_LEARNED = "IMTA's second phase", "IMTA's second phase, learned"
 PLAIN = (WHOLE, BASELINE, SECOND)
-ROWS = (WHOLE, BASELINE, *(f"learned, {engine}" for engine in ENGINES), DELAYED, SECOND, SECOND_LEARNED)
+ROWS = (WHOLE, BASELINE, *(f"learned, {name}" for name in ESTIMATORS), DELAYED, SECOND, SECOND_LEARNED)
 WAYS = ("eager", "graph", "fast")
 WARM_UP = 2
-IMTA = ImtaConfig()
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,7 @@ def bench_train(
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
     place = pick_device(device)
+    checked(precision)
     rows, ways = asked_rows(model, only), asked_ways(place, way)
     found: list[TrainBench] = []
     with progress("bench", (repeats + WARM_UP) * len(rows) * len(ways), silent=silent) as bar:
@@ -89,22 +97,22 @@ def bench_train(
             times: dict[str, list[float]] = {row: [] for row in rows}
             for repeat in range(repeats + WARM_UP):
                 for row, step in steps.items():
-                    seconds = timed(step, place)
+                    milliseconds = step_ms(step, place)
                     if repeat >= WARM_UP:
-                        times[row].append(seconds)
+                        times[row].append(milliseconds)
                     bar.advance(1, batch)
             steps.clear()
-            medians = {row: statistics.median(seconds) for row, seconds in times.items()}
+            medians = {row: statistics.median(own) for row, own in times.items()}
             found += [
                 TrainBench(
                     row,
                     ran,
-                    round(1000 * seconds, 2),
-                    round(batch / seconds, 1),
+                    round(milliseconds, 2),
+                    round(1e3 * batch / milliseconds, 1),
                     round(peak_megabytes(row, ran, model, batch, place, precision), 1),
-                    round(seconds / medians[BASELINE], 3),
+                    round(milliseconds / medians[BASELINE], 3),
                 )
-                for row, seconds in medians.items()
+                for row, milliseconds in medians.items()
             ]
     return found
 
@@ -126,52 +134,123 @@ def asked_ways(device: torch.device, way: str | None) -> tuple[str, ...]:
     return ways if way is None else (way,)
 
 
+def checked(precision: str) -> str:
+    """A precision as the settings of a run know it."""
+    return with_settings(RunConfig(), [f"train.precision={precision}"]).train.precision
+
+
 def new_step(row: str, way: str, name: str, batch: int, device: torch.device, precision: str) -> Callable[[], object]:
     """One loader batch of random images, trained on as the row says."""
     torch.manual_seed(0)
-    model, module, criterion = what_is_trained(row, name)
+    model, module, objective = what_is_trained(row, name)
     module.to(device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     dtype = training_dtype(precision, device)
-    use_kernels(module, way == "fast" and "double_backward" not in row and suits_kernels(dtype, device))
+    kernels = way == "fast" and "double_backward" not in row and suits_kernels(dtype, device)
+    use_taped_layers(module, kernels)
     assert model.spec is not None
     images = torch.randn(batch, *model.input_shape, device=device)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(model.spec.num_classes, (batch,), device=device)
-    on_gpu = device.type == "cuda"
-    moving = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(moving, lr=0.1, momentum=0.9, weight_decay=1e-4, fused=on_gpu)
-    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
-    weighting = UniformWeighting() if row in PLAIN else LearnedWeighting(model.num_exits, device=device)
-    engine = ENGINES.get(row.removeprefix("learned, "), ENGINES["forward_mode"])
+    optimizer = new_optimizer(model, with_settings(RunConfig(), ["train.learning_rate=0.1"]).train)
+    settings = weighting_of(row)
+    method = Method(
+        new_weighting(settings, Context(model.num_exits, device=device)),
+        settings,
+        objective,
+        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
+        prepare=module.prepare if isinstance(module, OnFrozenFeatures) else None,
+    )
+    run = one_update if row == WHOLE else train_step
+    if way == "eager":
+        return partial(run, module, optimizer, method, images, labels, 0)
+    return partial(CapturedStep(module, optimizer, method, run), images, labels, 0)
+
+
+def weighting_of(row: str) -> WeightingConfig:
+    """The weighting that a row trains with."""
+    if row in PLAIN:
+        return WeightingConfig()
+    estimator = row.removeprefix("learned, ")
+    engine = estimator if estimator in ESTIMATORS else "forward_mode"
     order = "delayed" if row == DELAYED else "exact"
-    method = Method(weighting, engine, order=order, criterion=criterion, autocast=autocast)
-    run = one_update if row == WHOLE else iterate
-    return partial(Stepper(module, optimizer, method, run, capture=way != "eager"), images, labels, 0)
+    return with_settings(
+        RunConfig(), ["weighting.name=learned", f"weighting.engine={engine}", f"weighting.order={order}"]
+    ).weighting
 
 
-def what_is_trained(row: str, name: str) -> tuple[ExitNet, nn.Module, Criterion]:
-    """The network, what is called, and its loss."""
+def what_is_trained(row: str, name: str) -> tuple[ExitNet, nn.Module, Objective]:
+    """The network, what is called, and its objective."""
     model = create_model(name)
     if row not in (SECOND, SECOND_LEARNED):
-        return model, model, exit_losses
+        return model, model, cross_entropy
     above = create_model(name, collaboration=True)
     assert isinstance(above, CollaborativeNet)
-    return above, WithTeacher(above, classifier(model.heads[-1])), OneForAll(IMTA.temperature, IMTA.gamma)
+    return above, OnFrozenFeatures(above, classifier(model.heads[-1])), OneForAll.of(ImtaConfig())
 
 
-def floor_line(model: str, batch: int, device: str = "auto", precision: str = "auto") -> str:
+@dataclass(frozen=True)
+class LowerBound:
+    """Mul-adds and bytes of a baseline update and of one by the exact order, both on half a loader batch."""
+
+    baseline_mul_adds: float
+    baseline_bytes: float
+    exact_mul_adds: float
+    exact_bytes: float
+
+
+def lower_bound(model: ExitNet, images: int, bytes_each: int) -> LowerBound:
+    """The lower bound of updates on so many images whose maps take `bytes_each` bytes an element.
+
+    x is a layer's input, y the convolution's output, g a gradient.
+    """
+    x, y = _elements(model)
+    forward = x + 3 * y  # convolve: x to y; normalise: y to the output
+    backward = (y + y) + (y + y + y) + (y + x) + (x + y)  # sums of g and y; g and y to y's; y's to x's; x and y's
+    tangent = (2 * x + 2 * y) + 3 * y  # both inputs and y to how y moves; that and y to how the output moves
+    macs = images * exit_costs(model)[-1].macs
+    scale = images * bytes_each
+    return LowerBound(3 * macs, scale * (forward + backward), 10 * macs, scale * (2 * forward + 3 * backward + tangent))
+
+
+def _elements(model: ExitNet) -> tuple[float, float]:
+    """Elements of all inputs and of all outputs of conv-BN-ReLU layers, per image."""
+    found = [0.0, 0.0]
+
+    def count(layer: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> None:
+        found[0] += given[0].numel()
+        found[1] += out.numel()
+
+    hooks = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, ConvBNReLU)]
+    training, device = model.training, next(model.parameters()).device
+    with torch.no_grad():
+        model.eval()(torch.zeros(1, *model.input_shape, device=device))
+    model.train(training)
+    for hook in hooks:
+        hook.remove()
+    return found[0], found[1]
+
+
+def copied_bytes_per_s(device: torch.device, megabytes: int = 256) -> float:
+    """What memory gives: bytes read and written by a copy much larger than the caches."""
+    source = torch.empty(megabytes * 2**20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    best = min(step_ms(lambda: target.copy_(source), device) for _ in range(5))
+    return 2e3 * source.numel() / best
+
+
+def lower_bound_line(model: str, batch: int, device: str = "auto", precision: str = "auto") -> str:
     """What no step on a loader batch can be faster than, as a sentence."""
     place = pick_device(device)
     dtype, speed = training_dtype(precision, place), copied_bytes_per_s(place)
-    floor = floor_of(create_model(model), batch // 2, dtype.itemsize)
+    bound = lower_bound(create_model(model), batch // 2, dtype.itemsize)
     parts = [
         f"{name} {2 * mul_adds / 1e12:.2f} T mul-adds and {2 * moved / 1e9:.1f} GB ({2e3 * moved / speed:.1f} ms)"
         for name, mul_adds, moved in (
-            ("two baseline updates", floor.baseline_mul_adds, floor.baseline_bytes),
-            ("a learned step", floor.exact_mul_adds, floor.exact_bytes),
+            ("two baseline updates", bound.baseline_mul_adds, bound.baseline_bytes),
+            ("a learned step", bound.exact_mul_adds, bound.exact_bytes),
         )
     ]
-    return f"the floor, at {speed / 1e9:,.0f} GB/s: {'; '.join(parts)}"
+    return f"the lower bound, at {speed / 1e9:,.0f} GB/s: {'; '.join(parts)}"
 
 
 def where_time_goes(
@@ -186,7 +265,7 @@ def where_time_goes(
     kinds = [ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]
     with profile(activities=kinds, acc_events=True) as seen:
         for _ in range(steps):
-            timed(step, place)
+            step_ms(step, place)
     spent = [
         (e.key, e.count / steps, (e.self_device_time_total if on_gpu else e.self_cpu_time_total) / 1e3 / steps)
         for e in seen.key_averages()
@@ -198,17 +277,19 @@ def one_update(
     model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, images: Tensor, labels: Tensor, step: int
 ) -> list[HalfResult]:
     """The whole loader batch as one train half."""
-    return [update(model, optimizer, method, (images, labels), (images, labels), learn=False)]
+    whole = Half(images, labels)
+    return [exact_update(model, optimizer, method, whole, whole, learn=False)]
 
 
-def timed(step: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one step, the device's work included."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    began = time.perf_counter()
-    step()
-    wait()
-    return time.perf_counter() - began
+def step_ms(step: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of one step, the device's work included."""
+    synchronize(device)
+
+    def whole() -> None:
+        step()
+        synchronize(device)
+
+    return timed_ms(whole)
 
 
 def peak_megabytes(row: str, way: str, name: str, batch: int, device: torch.device, precision: str) -> float:
@@ -221,12 +302,13 @@ def peak_megabytes(row: str, way: str, name: str, batch: int, device: torch.devi
         step(), step()
         return (torch.cuda.max_memory_reserved() - before) / 2**20
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        home = model_entry(name).builder.__module__
-        return pool.submit(_grown_megabytes, home, row, way, name, batch, precision).result()
+        homes = [*loaded, model_entry(name).builder.__module__]  # where a model of somebody's own is registered
+        return pool.submit(_grown_megabytes, homes, row, way, name, batch, precision).result()
 
 
-def _grown_megabytes(home: str, row: str, way: str, name: str, batch: int, precision: str) -> float:
-    import_module(home)  # where a model of somebody's own is registered
+def _grown_megabytes(homes: list[str], row: str, way: str, name: str, batch: int, precision: str) -> float:
+    for home in homes:
+        load_plugin(home)
     step = new_step(row, way, name, batch, torch.device("cpu"), precision)
     before = _peak_kilobytes()
     step(), step()

@@ -7,13 +7,13 @@ from typing import Annotated
 
 import typer
 
-from offramp.cli.options import AsJson, BundlePath, Device, numbers, say
-from offramp.common.console import print_table
+from offramp.cli.options import AsJson, BundlePath, Device, numbers
+from offramp.common.console import print_table, say
 
-bench = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
+verbs = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
 
 
-@bench.command("train")
+@verbs.command("train")
 def bench_train_command(
     model: Annotated[str, typer.Option(help="A model's name.")] = "msdnet5",
     batch: Annotated[int, typer.Option(help="Loader batch: two updates of half of it.")] = 64,
@@ -31,7 +31,7 @@ def bench_train_command(
 
     On a GPU each is run eagerly, as a CUDA graph, and as one with offramp's own kernels (fast).
     """
-    from offramp.bench.train import asked_rows, asked_ways, bench_train, floor_line, where_time_goes
+    from offramp.bench.train import asked_rows, asked_ways, bench_train, lower_bound_line, where_time_goes
     from offramp.common.device import device_name, pick_device
 
     chosen = pick_device(device)
@@ -47,7 +47,7 @@ def bench_train_command(
         print_table(f"{step}: {model}, loader batch {batch}, {place}, {way}", ["what", "calls", "ms"], cells)
         return
     rows = bench_train(model, batch, device, precision, repeats, only, way, silent=as_json)
-    floor = floor_line(model, batch, device, precision)
+    floor = lower_bound_line(model, batch, device, precision)
     if as_json:
         found = {"model": model, "batch": batch, "device": place, "rows": [r.to_json() for r in rows], "floor": floor}
         print(json.dumps(found))
@@ -61,7 +61,7 @@ def bench_train_command(
     say(floor)
 
 
-@bench.command("infer")
+@verbs.command("infer")
 def bench_infer_command(
     source: Annotated[str, typer.Argument(help="A bundle, or a model's name (fresh params).")],
     batch: Annotated[str, typer.Option(help="Batch sizes.")] = "1,8,64,256",
@@ -86,7 +86,7 @@ def bench_infer_command(
         say(line)
 
 
-@bench.command("serve")
+@verbs.command("serve")
 def bench_serve_command(
     bundle: BundlePath,
     seconds: Annotated[float, typer.Option(help="How long to load the server.")] = 30.0,

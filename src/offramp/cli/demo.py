@@ -7,8 +7,9 @@ from pathlib import Path
 
 from PIL import Image
 
-from offramp.bench.infer import median_ms
-from offramp.common.console import console, print_table
+from offramp.common.console import print_table, say
+from offramp.common.formatting import Table
+from offramp.common.timing import median_ms
 from offramp.measuring.calibrate import calibrate_run
 from offramp.reporting.report import write_report
 from offramp.running.bundle import load_bundle
@@ -70,7 +71,7 @@ def run_bundle(folder: Path) -> None:
     )
 
 
-def comparison(baseline: EvalSummary, learned: EvalSummary) -> tuple[str, list[str], list[list[str]]]:
+def comparison(baseline: EvalSummary, learned: EvalSummary) -> Table:
     """Title, columns and rows of both runs' top-1, exit by exit."""
     pairs = zip(baseline.exits["test"], learned.exits["test"], strict=True)
     rows = [
@@ -85,7 +86,3 @@ def comparison(baseline: EvalSummary, learned: EvalSummary) -> tuple[str, list[s
     ]
     title = f"{baseline.model}: top-1 in % of each exit on all {baseline.samples['test']:,} test images, one seed"
     return title, ["exit", "mul-adds", "baseline", "learned", "difference"], rows
-
-
-def say(text: str) -> None:
-    console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,13 +1,14 @@
-"""Options that several verbs share, and how verbs speak."""
+"""Options that several verbs share, and commands that they print."""
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from offramp.common.console import console
+from offramp.common.registry import loaded
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data set; digits needs none.")]
@@ -28,9 +29,10 @@ Settings = Annotated[
 ]
 
 
-def say(text: str) -> None:
-    """A line of text as it is, never wrapped."""
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
+def command(*words: object) -> str:
+    """A command that can be copied as it is: with everything that was imported for this one."""
+    imports = (word for plugin in loaded for word in ("--import", plugin))
+    return shlex.join(["offramp", *map(str, words), *imports])
 
 
 def numbers(text: str, kind: type[Any]) -> list[Any]:

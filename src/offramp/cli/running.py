@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from offramp.cli.options import Budget, BundlePath, Device, Settings, say
-from offramp.common.console import print_table
+from offramp.cli.options import Budget, BundlePath, Device, Settings, command
+from offramp.common.console import print_table, say
+from offramp.common.formatting import parse_count
 
 verbs = typer.Typer()
 
@@ -37,7 +38,8 @@ def export(
 
     path = export_run(run, out, policy=policy, format=format, half=half, images=images)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-    say(f"bundle: {path} ({format}, {size:.1f} MB), equal to its golden outputs\nnext: offramp predict {path} IMAGES")
+    next_ = command("predict", path, "IMAGES")
+    say(f"bundle: {path} ({format}, {size:.1f} MB), equal to its golden outputs\nnext: {next_}")
 
 
 @verbs.command("serve")
@@ -60,7 +62,6 @@ def serve_command(
     device: Device = "auto",
 ) -> None:
     """Answer images over HTTP: POST /predict, a page on /, /metrics; Ctrl-C finishes what is inside and stops."""
-    from offramp.common.console import parse_count
     from offramp.serve import ServeConfig, serve
 
     ceiling = None if client_mul_adds_per_s is None else parse_count(client_mul_adds_per_s, "--client-mul-adds-per-s")
@@ -86,8 +87,7 @@ def fit_command(
 
     For example: offramp fit photos --out fitted
     """
-    from offramp.common.console import parse_count
-    from offramp.common.tables import policy_table
+    from offramp.cli.tables import policy_table
     from offramp.fitting.fit import fit
     from offramp.measuring.calibrate import PolicyRequest
 
@@ -96,7 +96,7 @@ def fit_command(
     found = fit(source, out, request, format=format, settings=tuple(settings or ()), device=device)
     print_table(*policy_table(found.policies))
     say(f"{found.answer}\nrun: {found.run}\nbundle: {found.bundle}\nreport: {found.report.page}")
-    say(f"next: offramp predict {found.bundle} IMAGES")
+    say(f"next: {command('predict', found.bundle, 'IMAGES')}")
 
 
 @verbs.command("predict")
@@ -115,7 +115,6 @@ def predict_command(
 
     An image that cannot be read is named in the results, and the exit code is 1 at the end.
     """
-    from offramp.common.console import parse_count
     from offramp.running.bundle import load_bundle
     from offramp.running.predict import expand, predict, result_table, write_rows
 

@@ -1,9 +1,8 @@
-"""What people see while work goes on: a bar in a terminal, plain lines elsewhere; tables; warnings."""
+"""What people see: a progress bar in a terminal and plain lines elsewhere, tables, warnings."""
 
 from __future__ import annotations
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from offramp.common.formatting import is_numeric
+
 PLAIN_SECONDS = 10.0  # between two plain lines
 console = Console()
 
@@ -43,7 +44,7 @@ class Bar:
         raise NotImplementedError
 
     def line(self, text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(text)
 
 
 class _ImagesPerSecond(ProgressColumn):
@@ -136,7 +137,7 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
     console.print(title, style="bold", highlight=False, markup=False)
     table = Table()
     for at, column in enumerate(columns):
-        numbers = all(row[at][:1] in "0123456789+-–" for row in rows)
+        numbers = is_numeric([row[at] for row in rows])
         table.add_column(column, justify="right" if numbers else "left")
     for row in rows:
         table.add_row(*map(Text, row))  # as it is: names of files may look like markup
@@ -147,26 +148,9 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
         console.print(table)
 
 
-def millions(count: float) -> str:
-    """6859876 -> 6.86M, 2684440000 -> 2.684G."""
-    return f"{count / 1e9:.3f}G" if count >= 1e9 else f"{count / 1e6:.2f}M"
-
-
-def parse_count(text: str, name: str) -> float:
-    """15M -> 15000000, 1.2G, 800k or plain numbers; `name` stands in the sentence about anything else."""
-    number, factor = text.strip(), 1.0
-    if number[-1:].lower() in _FACTORS:
-        number, factor = number[:-1], _FACTORS[number[-1:].lower()]
-    try:
-        count = float(number) * factor
-    except ValueError:
-        count = math.nan
-    if not 0 < count < math.inf:
-        raise ValueError(f"{name} must be a count such as 15M, got {text!r}")
-    return count
-
-
-_FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
+def say(text: str) -> None:
+    """A line of text as it is, never wrapped."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def log_to_console() -> None:

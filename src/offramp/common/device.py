@@ -10,10 +10,6 @@ from contextlib import contextmanager
 
 import torch
 
-from offramp.common.names import unknown
-
-PRECISIONS = ("auto", "float32", "bfloat16")
-
 
 def pick_device(name: str = "auto") -> torch.device:
     """`auto` is the GPU if there is one; under torchrun each process takes its own."""
@@ -40,18 +36,22 @@ def device_name(device: torch.device) -> str:
 
 def training_dtype(precision: str, device: torch.device) -> torch.dtype:
     """`auto` is bfloat16 on GPUs that have it and float32 elsewhere."""
-    if precision not in PRECISIONS:
-        raise ValueError(unknown("precision", precision, PRECISIONS))
     if precision == "auto":
         fast = device.type == "cuda" and torch.cuda.is_bf16_supported()
         return torch.bfloat16 if fast else torch.float32
     return torch.bfloat16 if precision == "bfloat16" else torch.float32
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done all that it was told to; on the CPU there is nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def suits_kernels(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether training in such a precision is what our kernels are made for: half, on GPUs of capability 8 or more."""
-    half = device.type == "cuda" and dtype != torch.float32
-    return half and torch.cuda.get_device_capability(device) >= (8, 0)
+    """Whether our kernels are made for training in such a precision: 16 bits, on GPUs of capability 8 or more."""
+    sixteen_bits = device.type == "cuda" and dtype != torch.float32
+    return sixteen_bits and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @contextmanager

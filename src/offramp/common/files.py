@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -46,3 +47,24 @@ def read_json(path: str | Path) -> Any:
         raise ValueError(f"{path} is missing") from error
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def sha256(path: Path) -> str:
+    """The digest of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def short_digest(words: Iterable[str]) -> str:
+    """A short name for a list of words, the same on every machine."""
+    return hashlib.sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def check_digests(folder: Path, digests: Mapping[str, str]) -> None:
+    """Raise for the first of the named files that is missing or is not the one that was written."""
+    for name, digest in digests.items():
+        path = folder / name
+        if os.path.basename(name) != name or not path.is_file():
+            raise ValueError(f"{folder} is damaged: {name} is missing")
+        if sha256(path) != digest:
+            raise ValueError(f"{folder} is damaged: {name} is not the file that was written")

@@ -21,8 +21,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # some others wo
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"}
 
 
-# Pillow warns of broken metadata, and of sizes that are checked here; a filter per call would not be safe in threads
-warnings.filterwarnings("ignore", module=r"PIL\..*")
+def ignore_pillow_warnings() -> None:
+    """For a process of our own: Pillow warns of broken metadata, and of sizes that are checked here."""
+    warnings.filterwarnings("ignore", module=r"PIL\..*")
 
 
 class UnreadableImage(ValueError):

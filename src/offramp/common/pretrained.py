@@ -1,11 +1,11 @@
-"""Networks that come trained: bundles inside the package, found by their names."""
+"""Bundles by name: a folder, or one of the networks that come trained, which are bundles inside the package."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "pretrained"
-MANIFEST = "bundle.json"
+MANIFEST, CARD = "bundle.json", "model.json"
 
 
 def pretrained_names() -> list[str]:

@@ -1,40 +1,48 @@
-"""Data sets by name: `load_dataset("digits")`, `"cifar10"`, `"cifar100"`, `"imagefolder"`."""
+"""Data sets by name: `load_dataset("digits")`, `"cifar10"`, `"cifar100"`, `"imagefolder"`, or one of your own."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from offramp.common.names import unknown
-from offramp.data.cifar import load_cifar
-from offramp.data.dataset import SPLITS, ArrayDataset, Batch, Dataset, Split
-from offramp.data.digits import load_digits
-from offramp.data.imagefolder import load_imagefolder
-
-_loaders: dict[str, Callable[..., Dataset]] = {
-    "cifar10": partial(load_cifar, "cifar10"),
-    "cifar100": partial(load_cifar, "cifar100"),
-    "digits": load_digits,
-    "imagefolder": load_imagefolder,
-}
-DATASETS = tuple(_loaders)
+from offramp.data import cifar, digits, imagefolder
+from offramp.data.augment import AUGMENTATIONS
+from offramp.data.dataset import DATASETS, SPLITS, ArrayDataset, Batch, Dataset, Split
 
 
-def load_dataset(name: str, *, data_dir: str | Path | None = None, seed: int = 0, **options: Any) -> Dataset:
-    """Load a data set; `options` are those of its loader, such as `calibration` or `imbalance`."""
-    if name not in _loaders:
-        raise ValueError(unknown("data set", name, DATASETS))
-    loader = _loaders[name]
-    allowed = [p for p in inspect.signature(loader).parameters if p not in ("seed", "data_dir")]
+def load_dataset(
+    name: str, *, data_dir: str | Path | None = None, seed: int = 0, augmentation: str | None = None, **options: Any
+) -> Dataset:
+    """Load a data set; `options` are those of its loader, such as `calibration` or `imbalance`.
+
+    `augmentation` names what is done to training batches in place of what the data set does itself.
+    """
+    loader = DATASETS[name]
+    known = inspect.signature(loader).parameters
+    allowed = [p for p in known if p not in ("seed", "data_dir")]
     for key in options:
         if key not in allowed:
             raise ValueError(unknown(f"option of data set {name!r}", key, allowed))
-    if "data_dir" in inspect.signature(loader).parameters:
+    if "data_dir" in known:
         options["data_dir"] = data_dir
-    return loader(seed=seed, **options)
+    replaced = None if augmentation is None else AUGMENTATIONS[augmentation]
+    data = loader(seed=seed, **options)
+    if replaced is not None:
+        data.augmentation = replaced
+    return data
 
 
-__all__ = ["DATASETS", "SPLITS", "ArrayDataset", "Batch", "Dataset", "Split", "load_dataset"]
+__all__ = [
+    "DATASETS",
+    "SPLITS",
+    "ArrayDataset",
+    "Batch",
+    "Dataset",
+    "Split",
+    "cifar",
+    "digits",
+    "imagefolder",
+    "load_dataset",
+]

@@ -1,7 +1,12 @@
-"""Batched augmentation and normalisation of uint8 images, on whatever device they are on."""
+"""Batched augmentation and normalisation of uint8 images, on whatever device they are on.
+
+An augmentation is called as `augmentation(images, draw)` with uint8 images [n, c, h, w] and a `torch.Generator`, and
+returns as many images of the same size. `data.augmentation` names one; without, each data set has its own.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,9 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from offramp.common.registry import Registry
+
+Augmentation = Callable[[Tensor, torch.Generator], Tensor]
+AUGMENTATIONS: Registry[Augmentation] = Registry("augmentation")
+register_augmentation = AUGMENTATIONS.register  # a function called as `augmentation(images, draw)`
+
 
 @dataclass(frozen=True)
-class Augmentation:
+class ShiftFlip:
     """Pad with zeros by `pad`, crop back to the old size at a random place, mirror half of the images."""
 
     pad: int = 0
@@ -34,6 +45,11 @@ class Augmentation:
         padded = F.pad(images, [self.pad] * 4).flatten(2)
         picked = padded.gather(2, places_flat.view(n, 1, -1).expand(-1, channels, -1))
         return picked.view(n, channels, height, width)
+
+
+AUGMENTATIONS.add("none", ShiftFlip())
+AUGMENTATIONS.add("shift-2", ShiftFlip(pad=2))
+AUGMENTATIONS.add("shift-4-flip", ShiftFlip(pad=4, flip=True))
 
 
 def normalise(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

@@ -11,13 +11,14 @@ import hashlib
 import io
 import pickle
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from offramp.data.augment import Augmentation
-from offramp.data.dataset import ArrayDataset, Split
+from offramp.data.augment import ShiftFlip
+from offramp.data.dataset import DATASETS, ArrayDataset, Split
 from offramp.data.splits import hold_out, long_tail
 
 
@@ -104,7 +105,7 @@ def load_cifar(
         "test": Split(test_images, test_labels, np.arange(len(test_labels))),
     }
     names = tuple(str(n) for n in _read(folder / source.meta[0], source.meta[1])[source.names_key])
-    return ArrayDataset(name, names, splits, source.mean, source.std, Augmentation(pad=4, flip=True))
+    return ArrayDataset(name, names, splits, source.mean, source.std, ShiftFlip(pad=4, flip=True))
 
 
 def _read_all(folder: Path, files: dict[str, str], label_key: str) -> tuple[np.ndarray, np.ndarray]:
@@ -137,3 +138,7 @@ def _download(name: str, data_dir: Path) -> None:
         getattr(datasets, name.upper())(data_dir, download=True)
     except RuntimeError as error:
         raise ValueError(f"{name} could not be downloaded: {error}") from error
+
+
+for _name in SOURCES:
+    DATASETS.add(_name, partial(load_cifar, _name))

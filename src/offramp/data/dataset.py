@@ -2,21 +2,23 @@
 
 A data set has the splits `train`, `calibration` (may be empty) and `test`. `stream` gives endless training
 batches from any step on; `sweep` goes once over a split in order. Both give normalised images on the device.
+A loader is registered by name and called as `loader(seed=..., **options)`, with `data_dir=...` too if it takes that.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from hashlib import sha256
 from itertools import count
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from offramp.common.files import short_digest
 from offramp.common.images import Preprocessing
+from offramp.common.registry import Registry
 from offramp.common.seeds import generator, mix
 from offramp.data.augment import Augmentation, normalise
 
@@ -40,6 +42,7 @@ class Dataset(ABC):
     image_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    augmentation: Augmentation | None  # of training batches on the device; None: whoever reads the images does it
 
     @property
     def num_classes(self) -> int:
@@ -48,7 +51,7 @@ class Dataset(ABC):
     @property
     def identity(self) -> str:
         """A digest of what decides classes and splits: a run goes with the data it began with, and no others."""
-        return digest([self.name, *self.class_names, *(str(self.size(split)) for split in SPLITS)])
+        return short_digest([self.name, *self.class_names, *(str(self.size(split)) for split in SPLITS)])
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -95,9 +98,8 @@ class Dataset(ABC):
         return steps
 
 
-def digest(words: Iterable[str]) -> str:
-    """A short name for a list of words, the same on every machine."""
-    return sha256("\0".join(words).encode(errors="surrogateescape")).hexdigest()[:16]
+DATASETS: Registry[Callable[..., Dataset]] = Registry("data set")
+register_dataset = DATASETS.register  # a loader, called as `loader(seed=..., **options)`
 
 
 class Shuffle:
@@ -144,7 +146,7 @@ class ArrayDataset(Dataset):
         splits: dict[str, Split],
         mean: tuple[float, ...],
         std: tuple[float, ...],
-        augmentation: Augmentation,
+        augmentation: Augmentation | None = None,
     ) -> None:
         self.name, self.class_names, self.splits = name, class_names, splits
         self.mean, self.std, self.augmentation = mean, std, augmentation
@@ -164,7 +166,8 @@ class ArrayDataset(Dataset):
         for step in count(start):
             rows = shuffle.rows(step * batch_size, batch_size)
             draw.manual_seed(mix(seed, "augment", step))
-            batch = self.augmentation(images[rows], draw)[mine]
+            batch = images[rows] if self.augmentation is None else self.augmentation(images[rows], draw)
+            batch = batch[mine]
             yield normalise(batch, self.mean, self.std), labels[rows][mine]
 
     def sweep(self, split: str, batch_size: int, device: torch.device) -> Iterator[Batch]:

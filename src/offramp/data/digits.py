@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from offramp.common.seeds import generator
-from offramp.data.augment import Augmentation
-from offramp.data.dataset import ArrayDataset, Split
+from offramp.data.augment import ShiftFlip
+from offramp.data.dataset import ArrayDataset, Split, register_dataset
 from offramp.data.splits import hold_out
 
 SIZE = 32
@@ -24,6 +24,7 @@ TEST_SCANS = 400
 CHUNK = 4096
 
 
+@register_dataset("digits")
 def load_digits(seed: int = 0, train: int = 6_000, calibration: int = 2_000, test: int = 4_000) -> ArrayDataset:
     """Draw the three splits; the numbers say how many images each holds."""
     _check_sizes(train=train, test=test)
@@ -35,7 +36,7 @@ def load_digits(seed: int = 0, train: int = 6_000, calibration: int = 2_000, tes
         "test": _draw_split(scans, labels, rows["test"], test, ("test", 0)),
     }
     names = tuple(str(d) for d in range(10))
-    return ArrayDataset("digits", names, splits, (0.5,) * 3, (0.25,) * 3, Augmentation(pad=2))
+    return ArrayDataset("digits", names, splits, (0.5,) * 3, (0.25,) * 3, ShiftFlip(pad=2))
 
 
 def split_scans(labels: np.ndarray, seed: int, calibration_share: float) -> dict[str, np.ndarray]:

@@ -23,10 +23,18 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from offramp.common.images import SUFFIXES, Preprocessing, UnreadableImage, image_files, read_image
-from offramp.common.seeds import mix
+from offramp.common.files import short_digest
+from offramp.common.images import (
+    SUFFIXES,
+    Preprocessing,
+    UnreadableImage,
+    ignore_pillow_warnings,
+    image_files,
+    read_image,
+)
+from offramp.common.seeds import generator, mix
 from offramp.data.augment import normalise
-from offramp.data.dataset import Batch, Dataset, Shuffle, digest
+from offramp.data.dataset import Batch, Dataset, Shuffle, register_dataset
 from offramp.data.splits import hold_out, hold_out_share
 
 log = logging.getLogger("offramp")
@@ -52,6 +60,7 @@ class FileSplit:
         return FileSplit(tuple(self.paths[r] for r in rows), self.labels[rows], self.index[rows])
 
 
+@register_dataset("imagefolder")
 def load_imagefolder(
     data_dir: str | Path | None,
     seed: int = 0,
@@ -71,7 +80,7 @@ def load_imagefolder(
     train_root = root / "train" if (root / "train").is_dir() else root
     names = _class_names(train_root)
     train = _list_files(train_root, names)
-    listed = digest(path.relative_to(train_root).as_posix() for path in train.paths)
+    listed = short_digest(path.relative_to(train_root).as_posix() for path in train.paths)
     if (root / "val").is_dir():
         test = _list_files(root / "val", names)
     else:
@@ -126,10 +135,11 @@ def _preprocessing(image_size: int) -> Preprocessing:
 
 @dataclass(frozen=True)
 class Request:
-    """One sample asked of a worker: its row, and the seed of its augmentation (None: no augmentation)."""
+    """One sample asked of a worker: its row, whether to train on it, and the seed of its augmentation there, if any."""
 
     row: int
-    seed: int | None
+    training: bool = False
+    seed: int | None = None
 
 
 class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
@@ -146,7 +156,7 @@ class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
         image = open_image(self.split.paths[request.row])
         unreadable = -1 if image else request.row
         row = request.row
-        while image is None and request.seed is not None:  # in training the next readable one stands in
+        while image is None and request.training:  # in training the next readable one stands in
             row = (row + 1) % len(self.split.paths)
             if row == request.row:
                 break
@@ -156,7 +166,7 @@ class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
         return self._transform(image, request.seed), row, unreadable
 
     def _transform(self, image: Image.Image, seed: int | None) -> Tensor:
-        if seed is None:  # as a box without torch does it
+        if seed is None:  # as a box without torch prepares it
             return torch.from_numpy(self.preprocessing.cut(image))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
@@ -164,8 +174,9 @@ class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
         return torch.from_numpy(np.array(image)).permute(2, 0, 1)
 
 
-def _leave_signals_to_parent(worker: int) -> None:
+def _begin_worker(worker: int) -> None:
     """Ctrl-C and a launcher's SIGTERM reach every process of a group; only the parent should answer."""
+    ignore_pillow_warnings()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # they leave when the parent does
 
@@ -197,11 +208,12 @@ class ImageFolderDataset(Dataset):
     ) -> None:
         self.name, self.class_names, self.splits, self.listed = "imagefolder", class_names, splits, listed
         self.image_size, self.workers, self.mean, self.std = image_size, workers, MEAN, STD
+        self.augmentation = None  # the workers crop and mirror
 
     @property
     def identity(self) -> str:
         """Of the training folder's files too: with one more or one less, others are held out."""
-        return digest([*self.class_names, self.listed])
+        return short_digest([*self.class_names, self.listed])
 
     @property
     def preprocessing(self) -> Preprocessing:
@@ -216,23 +228,27 @@ class ImageFolderDataset(Dataset):
         mine = range(batch_size) if places is None else places.tolist()
         shuffle = Shuffle(self.size("train"), seed, torch.device("cpu"))
 
+        in_workers = self.augmentation is None
+
         def requests() -> Iterator[list[Request]]:
             for step in count(start):
                 rows = shuffle.rows(step * batch_size, batch_size).tolist()
-                yield [Request(rows[at], mix(seed, "augment", step, at)) for at in mine]
+                draws = [mix(seed, "augment", step, at) if in_workers else None for at in mine]
+                yield [Request(rows[at], True, draw) for at, draw in zip(mine, draws, strict=True)]
 
-        for images, labels, _ in self._load("train", requests(), device):
-            yield images, labels
+        for step, (images, labels, _) in enumerate(self._load("train", requests(), device), start):
+            if self.augmentation is not None:
+                images = self.augmentation(images, generator(seed, "augment", step, mine[0], device=device))
+            yield normalise(images, self.mean, self.std), labels
 
     def sweep(self, split: str, batch_size: int, device: torch.device) -> Iterator[Batch]:
         everything = range(self.size(split))
         requests = [
-            [Request(row, None) for row in everything[at : at + batch_size]]
-            for at in range(0, len(everything), batch_size)
+            [Request(row) for row in everything[at : at + batch_size]] for at in range(0, len(everything), batch_size)
         ]
         index = torch.from_numpy(self.splits[split].index)
         for images, labels, rows in self._load(split, requests, device):
-            yield Batch(images, labels, index[rows])
+            yield Batch(normalise(images, self.mean, self.std), labels, index[rows])
 
     def index(self, split: str) -> np.ndarray:
         return self.splits[split].index
@@ -246,7 +262,7 @@ class ImageFolderDataset(Dataset):
         return thumbs
 
     def _load(self, split: str, requests: Any, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Normalised images, labels and rows; unreadable images are left out of a sweep."""
+        """uint8 images, labels and rows; unreadable images are left out of a sweep."""
         part = self.splits[split]
         cuda = device.type == "cuda"
         loader = DataLoader(
@@ -254,7 +270,7 @@ class ImageFolderDataset(Dataset):
             batch_sampler=requests,
             num_workers=self.workers,
             pin_memory=cuda,
-            worker_init_fn=_leave_signals_to_parent,
+            worker_init_fn=_begin_worker,
             generator=torch.Generator(),  # else it draws from the global one
         )
         unreadable = Unreadable(part, sum(map(self.size, self.splits)))
@@ -265,5 +281,4 @@ class ImageFolderDataset(Dataset):
             if not bool(readable.all()):
                 images, rows = images[readable], rows[readable]
             if len(rows):
-                images = images.to(device, non_blocking=True)
-                yield normalise(images, self.mean, self.std), labels[rows].to(device, non_blocking=True), rows
+                yield images.to(device, non_blocking=True), labels[rows].to(device, non_blocking=True), rows

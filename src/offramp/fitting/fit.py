@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from offramp.common.console import millions
+from offramp.common.formatting import millions
 from offramp.common.images import UnreadableImage, read_image
 from offramp.common.names import meant, unknown
 from offramp.common.pretrained import is_bundle
 from offramp.data import load_dataset
 from offramp.data.imagefolder import load_imagefolder
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run
-from offramp.measuring.confidence import answers
+from offramp.measuring.confidence import Predictions
 from offramp.measuring.policy import Outcome, Policies, check_budget, outcome
 from offramp.models.cost import exit_costs
 from offramp.reporting.report import Report, write_report
@@ -28,9 +28,8 @@ from offramp.running.export import export_run
 from offramp.runs.config import RunConfig, with_settings
 from offramp.runs.outputs import EVAL, SUMMARY, read_outputs, read_summary
 from offramp.runs.recipe import list_recipes, load_recipe
-from offramp.training.build import fit_to_data, new_model
 from offramp.training.evaluate import evaluate_run
-from offramp.training.train import train_run
+from offramp.training.train import fit_to_data, new_model, train_run
 
 SMALL_PIXELS = 64  # folders of images up to this side get the small network
 LOOKED_AT = 25  # images, to tell how large they are
@@ -86,7 +85,7 @@ def fit(
 def _tested(run: Path, policies: Policies) -> Outcome:
     """The chosen policy on the test split, from the saved outputs."""
     saved = read_outputs(run, "test")
-    given = answers(saved.logits, saved.labels, policies.measure, policies.temperatures)
+    given = Predictions.of(saved.logits, saved.labels, policies.measure, policies.temperatures)
     return outcome(given, policies.policy.thresholds, policies.costs)
 
 
@@ -112,7 +111,7 @@ def _check_budget(budget: float, config: RunConfig) -> None:
 
 def costs_of(config: RunConfig) -> list[int]:
     """What each exit of the network will cost."""
-    data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.options())
+    data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.given())
     return [cost.mul_adds for cost in exit_costs(new_model(fit_to_data(config, data)))]
 
 

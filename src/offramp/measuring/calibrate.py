@@ -15,12 +15,12 @@ import numpy as np
 
 from offramp.common.files import read_json
 from offramp.common.names import unknown
-from offramp.measuring.confidence import Answers, answers, fit_temperatures
+from offramp.measuring.confidence import Predictions, fit_temperatures
 from offramp.measuring.policy import FAMILIES, Policies, Policy, Promise, check_budget, outcome, write_policies
 from offramp.measuring.risk import halves, promised
-from offramp.measuring.threshold_search import search
-from offramp.measuring.thresholds import NEVER, Q_GRID, Thresholds, q_at_budget, q_thresholds
-from offramp.runs.outputs import Outputs, read_outputs, read_summary
+from offramp.measuring.thresholds import NEVER, Q_GRID, Thresholds, q_at_budget, q_thresholds, search
+from offramp.runs.folder import POLICY
+from offramp.runs.outputs import SavedOutputs, read_outputs, read_summary
 
 SEARCHED = 40  # policies of the searched family, their budgets spread evenly on a logarithmic scale
 SPLIT_SEED = 0  # of the halves behind a promise
@@ -72,12 +72,12 @@ def calibrate_run(
     milliseconds = None if times is None else stage_times(read_json(times), len(costs))
     found = calibrate(saved, costs, request or PolicyRequest(), measure, temperature, milliseconds)
     found = replace(found, schedule="lazy" if lazy else "eager")
-    write_policies(Path(run) / "policy.json" if out is None else out, found)
+    write_policies(Path(run) / POLICY if out is None else out, found)
     return found
 
 
 def calibrate(
-    saved: Outputs,
+    saved: SavedOutputs,
     costs: Sequence[int],
     request: PolicyRequest,
     measure: str = "max_softmax",
@@ -88,7 +88,7 @@ def calibrate(
     if request.budget_ms is not None and milliseconds is None:
         raise ValueError("a budget in milliseconds needs measured stage times: --times FILE")
     temperatures = _temperatures(saved, request) if temperature else None
-    given = answers(saved.logits, saved.labels, measure, temperatures)
+    given = Predictions.of(saved.logits, saved.labels, measure, temperatures)
     families = [*q_family(given, costs), *searched_family(given, costs)]
     prices = milliseconds if request.budget_ms is not None and milliseconds is not None else costs
     found = _asked_for(given, prices, request)
@@ -99,18 +99,18 @@ def calibrate(
     return Policies(measure, temperatures, tuple(costs), tuple(policies), len(families))
 
 
-def q_family(given: Answers, costs: Sequence[int]) -> list[Policy]:
+def q_family(given: Predictions, costs: Sequence[int]) -> list[Policy]:
     """The paper's family: q from .05 to 1.95."""
     return [judged(given, costs, "q", q_thresholds(given.confidences, q), q) for q in Q_GRID]
 
 
-def searched_family(given: Answers, costs: Sequence[int]) -> list[Policy]:
+def searched_family(given: Predictions, costs: Sequence[int]) -> list[Policy]:
     """The best thresholds found at budgets from the first exit's cost to the last's."""
     return [judged(given, costs, "searched", t) for t in search(given, costs, _budgets(costs))]
 
 
 def judged(
-    given: Answers,
+    given: Predictions,
     costs: Sequence[int],
     family: str,
     thresholds: Thresholds,
@@ -130,7 +130,7 @@ class _Found:
     promise: Promise | None = None
 
 
-def _asked_for(given: Answers, costs: Sequence[float], request: PolicyRequest) -> _Found:
+def _asked_for(given: Predictions, costs: Sequence[float], request: PolicyRequest) -> _Found:
     if request.q is not None:
         return _Found("q", q_thresholds(given.confidences, request.q), request.q)
     if request.risk is not None:
@@ -144,15 +144,15 @@ def _asked_for(given: Answers, costs: Sequence[float], request: PolicyRequest) -
     return _within_drop(given, costs, request.family, drop)
 
 
-def _at_budget(given: Answers, costs: Sequence[float], family: str, budget: float) -> _Found:
-    """The best policy of a family within a budget; of the paper's, the dearest that fits."""
+def _at_budget(given: Predictions, costs: Sequence[float], family: str, budget: float) -> _Found:
+    """The best policy of a family within a budget; of the paper's, the most expensive within it."""
     if family == "searched":
         return _Found(family, search(given, costs, [budget])[0])
     q, thresholds = q_at_budget(given.confidences, costs, budget)
     return _Found(family, thresholds, q)
 
 
-def _within_drop(given: Answers, costs: Sequence[float], family: str, drop_points: float) -> _Found:
+def _within_drop(given: Predictions, costs: Sequence[float], family: str, drop_points: float) -> _Found:
     """The cheapest policy of a family that loses at most so many points against the last exit."""
     least = given.right[-1].mean() - drop_points / 100
     budgets = _budgets(costs)
@@ -165,7 +165,7 @@ def _within_drop(given: Answers, costs: Sequence[float], family: str, drop_point
     return kept
 
 
-def _all(given: Answers, costs: Sequence[float], budgets: np.ndarray) -> list[_Found]:
+def _all(given: Predictions, costs: Sequence[float], budgets: np.ndarray) -> list[_Found]:
     return [_Found("searched", thresholds) for thresholds in search(given, costs, budgets.tolist())]
 
 
@@ -175,7 +175,7 @@ def _budgets(costs: Sequence[float]) -> np.ndarray:
     return spread
 
 
-def _temperatures(saved: Outputs, request: PolicyRequest) -> tuple[float, ...]:
+def _temperatures(saved: SavedOutputs, request: PolicyRequest) -> tuple[float, ...]:
     """Fitted on everything; where a promise is asked for, only on the half that candidates come from."""
     if request.risk is None:
         return fit_temperatures(saved.logits, saved.labels)

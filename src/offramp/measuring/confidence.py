@@ -1,4 +1,4 @@
-"""How sure an exit is of its answer: a number between 0 and 1 per sample, by one of three measures.
+"""How sure an exit is of what it says: a number between 0 and 1 per sample, by one of three measures.
 
 Logits [K, N, C] go in, float32 confidences [K, N] come out; a temperature per exit may soften or sharpen the
 softmax first. `fit_temperatures` finds the ones with the best likelihood.
@@ -6,8 +6,10 @@ softmax first. `fit_temperatures` finds the ones with the best likelihood.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -17,31 +19,38 @@ CHUNK = 1 << 20  # logits looked at together; they stay in the cache
 COLDEST, HOTTEST = 0.05, 20.0  # temperatures beyond these say that the likelihood has no best one
 
 
-def _max_softmax(shifted: np.ndarray, powers: np.ndarray, total: np.ndarray) -> np.ndarray:
-    return 1 / total
+def _max_softmax(chances: Any, xp: Any) -> Any:
+    return xp.amax(chances, -1)
 
 
-def _margin(shifted: np.ndarray, powers: np.ndarray, total: np.ndarray) -> np.ndarray:
-    best = np.partition(powers, -2, axis=-1)
-    return (best[:, -1] - best[:, -2]) / total
+def _margin(chances: Any, xp: Any) -> Any:
+    best = chances.topk(2).values if hasattr(chances, "topk") else np.partition(chances, (-2, -1))[..., :-3:-1]
+    return best[..., 0] - best[..., 1]
 
 
-def _entropy(shifted: np.ndarray, powers: np.ndarray, total: np.ndarray) -> np.ndarray:
-    # a power that underflows to zero has lost its logit too: 0 * -inf must not happen
-    entropy = np.log(total) - np.einsum("nc,nc->n", powers, np.maximum(shifted, -200)) / total
-    return np.clip(1 - entropy / np.log(powers.shape[-1]), 0, 1)
+def _entropy(chances: Any, xp: Any) -> Any:
+    logs = xp.log(chances + (chances == 0))  # 0 log 0 is 0
+    return (1 + (chances * logs).sum(-1) / math.log(chances.shape[-1])).clip(0, 1)
 
 
-MEASURES: dict[str, Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]] = {
+# Functions of softmax probabilities [..., C], for numpy arrays and torch tensors alike; `xp` is the library.
+MEASURES: dict[str, Callable[[Any, Any], Any]] = {
     "max_softmax": _max_softmax,
     "margin": _margin,
     "entropy": _entropy,
 }
 
 
+def measured(chances: Any, measure: str, xp: Any) -> Any:
+    """The confidence of every row of probabilities [..., C]; `xp` is numpy or torch, whichever they belong to."""
+    if measure not in MEASURES:
+        raise ValueError(unknown("confidence measure", measure, sorted(MEASURES)))
+    return MEASURES[measure](chances, xp)
+
+
 @dataclass(frozen=True)
-class Answers:
-    """What every exit answered to every sample: how sure it was [K, N] and whether it was right [K, N]."""
+class Predictions:
+    """What every exit said of every sample: how sure it was [K, N] and whether it was right [K, N]."""
 
     confidences: np.ndarray
     right: np.ndarray
@@ -54,16 +63,19 @@ class Answers:
     def samples(self) -> int:
         return self.confidences.shape[1]
 
-    def rows(self, rows: np.ndarray) -> Answers:
-        """The answers to some of the samples."""
-        return Answers(self.confidences[:, rows], self.right[:, rows])
+    def rows(self, rows: np.ndarray) -> Predictions:
+        """Those of some of the samples."""
+        return Predictions(self.confidences[:, rows], self.right[:, rows])
 
-
-def answers(
-    logits: np.ndarray, labels: np.ndarray, measure: str = "max_softmax", temperatures: Sequence[float] | None = None
-) -> Answers:
-    """Confidence and correctness of every exit on every sample."""
-    return Answers(confidences(logits, measure, temperatures), predictions(logits) == labels)
+    @staticmethod
+    def of(
+        logits: np.ndarray,
+        labels: np.ndarray,
+        measure: str = "max_softmax",
+        temperatures: Sequence[float] | None = None,
+    ) -> Predictions:
+        """Confidence and correctness of every exit on every sample."""
+        return Predictions(confidences(logits, measure, temperatures), predicted_classes(logits) == labels)
 
 
 def confidences(
@@ -76,8 +88,6 @@ def confidences(
 
     Logits that are not finite are refused, or, unchecked, give confidences that are not numbers.
     """
-    if measure not in MEASURES:
-        raise ValueError(unknown("confidence measure", measure, sorted(MEASURES)))
     if logits.shape[-1] < 2:
         raise ValueError("confidence needs at least two classes")
     found = np.empty(logits.shape[:2], np.float32)
@@ -86,11 +96,11 @@ def confidences(
         with np.errstate(over="ignore"):  # logits too far apart for float32 become -inf, and their powers zero
             shifted = scaled - scaled.max(-1, keepdims=True)
         powers = np.exp(shifted)
-        found[k, rows] = MEASURES[measure](shifted, powers, powers.sum(-1))
+        found[k, rows] = measured(powers / powers.sum(-1, keepdims=True), measure, np)
     return found
 
 
-def predictions(logits: np.ndarray) -> np.ndarray:
+def predicted_classes(logits: np.ndarray) -> np.ndarray:
     """The class that each exit answers, [K, N]."""
     found = np.empty(logits.shape[:2], np.int64)
     for k, rows, part in chunks(logits):

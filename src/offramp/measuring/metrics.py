@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.measuring.confidence import Answers, answers, chunks
+from offramp.measuring.confidence import Predictions, chunks
 from offramp.measuring.policy import Policy, exits_taken, outcome
 
 BINS = 15  # of the calibration error, equally wide
@@ -28,9 +28,9 @@ class ExitMetrics:
     aurc: float
 
 
-def exit_metrics(logits: np.ndarray, labels: np.ndarray, given: Answers | None = None) -> list[ExitMetrics]:
-    """One row per exit; `given` are its answers with max softmax as the confidence, if they are known already."""
-    given = answers(logits, labels) if given is None else given
+def exit_metrics(logits: np.ndarray, labels: np.ndarray, given: Predictions | None = None) -> list[ExitMetrics]:
+    """One row per exit; `given` are its predictions with max softmax as the confidence, if they are known already."""
+    given = Predictions.of(logits, labels) if given is None else given
     return [
         ExitMetrics(
             k + 1,
@@ -120,7 +120,7 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return ((ends - counts + ends - 1) / 2)[group]
 
 
-def exit_difficulty(given: Answers, thresholds: Sequence[float], difficulty: np.ndarray) -> float:
+def exit_difficulty(given: Predictions, thresholds: Sequence[float], difficulty: np.ndarray) -> float:
     """Rank correlation between a sample's true difficulty and the exit it takes."""
     return rank_correlation(difficulty, exits_taken(given.confidences, thresholds))
 
@@ -135,7 +135,7 @@ class Curve:
     def at(self, budgets: Sequence[float] | np.ndarray) -> np.ndarray:
         """Accuracy at budgets, between neighbouring points by a straight line.
 
-        A budget below the cheapest point gives no number; above the dearest, what is left of it is not spent.
+        A budget below the cheapest point gives no number; above the most expensive, what is left of it is not spent.
         """
         return np.asarray(np.interp(budgets, self.costs, self.top1, left=np.nan))
 
@@ -159,7 +159,7 @@ class Curve:
         return float(np.trapezoid(self.at(at), at) / (high - low))
 
 
-def curve(given: Answers, policies: Sequence[Policy], costs: Sequence[float]) -> Curve:
+def curve(given: Predictions, policies: Sequence[Policy], costs: Sequence[float]) -> Curve:
     """What policies found on the calibration split give on other samples."""
     found = sorted((o.cost, o.top1) for o in (outcome(given, p.thresholds, costs) for p in policies))
     best = dict(found)  # of two at the same cost, the better one

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from offramp.common.files import read_json, write_json
-from offramp.measuring.confidence import MEASURES, Answers
+from offramp.common.formatting import millions
+from offramp.measuring.confidence import MEASURES, Predictions
 
 SCHEMA = 1
 
@@ -79,7 +80,7 @@ class Policies:
         return sorted((p for p in self.policies if p.family == name), key=lambda p: p.mul_adds)
 
     def within(self, budget_mul_adds: float) -> Policy:
-        """The dearest policy that fits the budget, of the family of the chosen one where that has any."""
+        """The most expensive policy within the budget, of the family of the chosen one where that has any."""
         check_budget(budget_mul_adds, self.costs)
         family = self.policy.family if self.policy.family in FAMILIES else FAMILIES[0]
         fitting = [p for p in self.family(family) if p.mul_adds <= budget_mul_adds]
@@ -160,22 +161,23 @@ def write_policies(path: str | Path, policies: Policies) -> None:
 
 def check_budget(budget: float, costs: Sequence[float], unit: str = "mul-adds") -> None:
     """A budget must lie between the cost of the first exit and that of the last."""
-    show = _show_millions if unit == "mul-adds" else "{:.4g} ms".format
+    show = millions if unit == "mul-adds" else "{:.4g} ms".format
     if not budget >= costs[0]:
         raise ValueError(f"budget {show(budget)} is below exit 1's cost, {show(costs[0])}")
     if budget > costs[-1]:
         raise ValueError(f"budget {show(budget)} is above the whole network's cost, {show(costs[-1])}")
 
 
-def _show_millions(count: float) -> str:
-    return f"{count / 1e6:.2f}M"
+def leaves(confidences: np.ndarray, threshold: float) -> np.ndarray:
+    """Who leaves at an exit: whose confidence reaches the threshold; what is not a number never does."""
+    return confidences >= np.float32(threshold)
 
 
 def exits_taken(confidences: np.ndarray, thresholds: Sequence[float]) -> np.ndarray:
-    """The exit, 1..K, at which each sample leaves; a confidence that is not a number never suffices."""
+    """The exit, 1..K, at which each sample leaves."""
     taken = np.full(confidences.shape[1], len(confidences))
     for k in reversed(range(len(thresholds))):
-        taken[confidences[k] >= np.float32(thresholds[k])] = k + 1
+        taken[leaves(confidences[k], thresholds[k])] = k + 1
     return taken
 
 
@@ -200,8 +202,8 @@ class Outcome:
     shares: tuple[float, ...]
 
 
-def outcome(given: Answers, thresholds: Sequence[float], costs: Sequence[float]) -> Outcome:
-    """Apply a policy to samples that every exit has answered."""
+def outcome(given: Predictions, thresholds: Sequence[float], costs: Sequence[float]) -> Outcome:
+    """Apply a policy to samples that every exit has seen."""
     taken = exits_taken(given.confidences, thresholds)
     right = given.right[taken - 1, np.arange(given.samples)]
     return Outcome(float(right.mean()), mean_cost(taken, costs), shares_of(taken, given.num_exits))

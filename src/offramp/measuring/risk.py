@@ -12,15 +12,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offramp.measuring.confidence import Answers
+from offramp.measuring.confidence import Predictions
 from offramp.measuring.policy import Promise, exits_taken, outcome
-from offramp.measuring.threshold_search import search
-from offramp.measuring.thresholds import NEVER, Thresholds
+from offramp.measuring.thresholds import NEVER, Thresholds, search
 
 CANDIDATES = 100
 
 
-def lost(given: Answers, thresholds: Sequence[float]) -> int:
+def lost(given: Predictions, thresholds: Sequence[float]) -> int:
     """How many samples the policy gets wrong that the last exit gets right."""
     taken = exits_taken(given.confidences, thresholds) - 1
     return int((given.right[-1] & ~given.right[taken, np.arange(given.samples)]).sum())
@@ -51,7 +50,7 @@ def upper_bound(hits: int, trials: int, probability: float) -> float:
 
 
 def certify(
-    candidates: Sequence[Thresholds], given: Answers, risk: float, probability: float
+    candidates: Sequence[Thresholds], given: Predictions, risk: float, probability: float
 ) -> tuple[Thresholds, Promise]:
     """The last of the candidates, tried in order, before the first whose risk cannot be shown to be small enough.
 
@@ -67,7 +66,7 @@ def certify(
     return best, promise
 
 
-def safe_to_cheap(given: Answers, costs: Sequence[float], candidates: Sequence[Thresholds]) -> list[Thresholds]:
+def safe_to_cheap(given: Predictions, costs: Sequence[float], candidates: Sequence[Thresholds]) -> list[Thresholds]:
     """Candidates in the order to be tried: each loses more than the one before it and costs less."""
     judged = sorted((lost(given, t), outcome(given, t, costs).cost, t) for t in set(candidates))
     kept: list[Thresholds] = []
@@ -88,12 +87,14 @@ def halves(samples: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def promised(
-    given: Answers, costs: Sequence[float], risk: float, probability: float, seed: int
+    given: Predictions, costs: Sequence[float], risk: float, probability: float, seed: int
 ) -> tuple[Thresholds, Promise]:
     """The cheapest policy found whose promise holds."""
     if not 0 < risk < 1 or not 0 < probability < 1:
         raise ValueError(f"risk and probability must lie between 0 and 1, got {risk:g} and {probability:g}")
     choosing, certifying = (given.rows(rows) for rows in halves(given.samples, seed))
-    kept = Answers(choosing.confidences, choosing.right | ~choosing.right[-1])  # all that is not lost counts as right
+    kept = Predictions(
+        choosing.confidences, choosing.right | ~choosing.right[-1]
+    )  # all that is not lost counts as right
     candidates = search(kept, costs, np.linspace(costs[0], costs[-1], CANDIDATES))
     return certify(safe_to_cheap(choosing, costs, candidates), certifying, risk, probability)

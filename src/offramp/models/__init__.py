@@ -1,1 +1,8 @@
-"""Networks with exits: the contract, MSDNet, RANet, their costs, the registry and how they are stored."""
+"""Networks with exits: the contract, MSDNet, RANet, their costs, and the registry that builds them by name.
+
+Importing any module of this room registers our networks.
+"""
+
+from offramp.models import collaboration, msdnet, ranet
+
+__all__ = ["collaboration", "msdnet", "ranet"]

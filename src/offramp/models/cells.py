@@ -123,7 +123,7 @@ class CellNet(ExitNet):
             values[task.name] = self.cells[task.name](*(values[name] for name in task.inputs))
             for name in task.dead:
                 del values[name]
-        feature, values[stage.head_input] = self.balanced(k, values[stage.head_input])
+        feature, values[stage.head_input] = self.forked(k, values[stage.head_input])
         return feature, tuple(values[name] for name in stage.gives)
 
     def _refuse_unused_cells(self) -> None:

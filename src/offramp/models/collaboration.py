@@ -1,4 +1,4 @@
-"""Inline collaboration (IMTA, Li et al., ICCV 2019): each exit's classifier also hears the one before it.
+"""Inline collaboration (IMTA, Li et al., ICCV 2019): each exit's classifier also reads what the one before it said.
 
 A trained network is frozen; new linear heads on its pooled features f_k are trained:
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from offramp.models.exits import ExitNet, State
+from offramp.models.registry import WRAPPERS
 
 
 def classifier(head: nn.Module) -> nn.Linear:
@@ -83,31 +84,4 @@ class CollaborativeNet(ExitNet):
         return logits, (*onward, logits) if k < self.num_exits else ()
 
 
-class WithTeacher(nn.Module):
-    """For training: the K collaborating logits and, last, those of the frozen network's own last head.
-
-    It is called with `features`, which training does not change: a step takes them once, however often it comes back.
-    """
-
-    def __init__(self, net: CollaborativeNet, teacher: nn.Linear) -> None:
-        super().__init__()
-        self.net = net
-        self.teacher = teacher.requires_grad_(False)
-
-    @torch.no_grad()
-    def features(self, images: Tensor) -> Tensor:
-        """f_1 ... f_K side by side, one row per image."""
-        state: State = (images,)
-        found: list[Tensor] = []
-        for k in range(1, self.net.num_exits + 1):
-            feature, state = self.net.base_feature(k, state)
-            found.append(feature)
-        return torch.cat(found, dim=1)
-
-    def forward(self, features: Tensor) -> list[Tensor]:
-        own = features.split(self.net.widths, dim=1)
-        outputs: list[Tensor] = []
-        for k, feature in enumerate(own, 1):
-            seen = self.net.heard(k, feature, outputs[-1] if outputs else None)
-            outputs.append(self.net.heads[k - 1](seen))
-        return [*outputs, self.teacher(own[-1])]
+WRAPPERS.add("collaboration", CollaborativeNet)

@@ -3,46 +3,27 @@
 An `ExitNet` has K exits. Calling it gives the K logits; `step` walks it one stage at a time. The state
 between stages is a flat tuple of tensors whose first dimension is the batch, so finished samples can be
 dropped from it. The full forward *is* that walk, so the two agree bit for bit.
+
+Where a feature is both read by a head and passed on, training may set `fork`: a function that changes what either of
+them gets, or which gradients come back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from offramp.common.files import write_json
+from offramp.models.weights import write_tensors
+
 State = tuple[Tensor, ...]
-
-
-class _ScaledGradient(torch.autograd.Function):
-    """The identity, whose gradients are scaled; tangents too, or the meta-gradient would be silently wrong."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, factor: float) -> Tensor:
-        return x.clone()  # a view would need a view as tangent
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
-        ctx.factor = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.factor * gradient, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        return ctx.factor * tangent
-
-
-def scale_gradient(x: Tensor, factor: float) -> Tensor:
-    """`x` itself; whatever is derived through it is scaled by `factor`."""
-    return cast(Tensor, _ScaledGradient.apply(x, factor))
+Fork = Callable[[int, Tensor], tuple[Tensor, Tensor]]  # exit and feature -> what its head reads, what goes on
+CONFIG, WEIGHTS = "config.json", "model.safetensors"  # a network as a folder
 
 
 @dataclass(frozen=True)
@@ -68,7 +49,7 @@ class ExitNet(nn.Module):
         self.num_exits = num_exits
         self.input_shape = input_shape
         self.heads = nn.ModuleList()
-        self.equilibrium = False
+        self.fork: Fork | None = None
 
     def set_schedule(self, schedule: str) -> ExitNet:
         """Choose what runs when: `eager`, or for a network made of cells also `lazy`."""
@@ -88,17 +69,9 @@ class ExitNet(nn.Module):
         feature, state = self.advance(k, state)
         return self.heads[k - 1](feature), state
 
-    def balanced(self, k: int, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """The feature of exit `k` for its head and for what comes after.
-
-        Under gradient equilibrium (IMTA) stage k receives (g_head + (K-k) g_next) / (K-k+1); otherwise both
-        are the feature as it is.
-        """
-        if not (self.equilibrium and self.training):
-            return feature, feature
-        left = self.num_exits - k
-        feature = scale_gradient(feature, 1 / (left + 1))
-        return feature, scale_gradient(feature, float(left))
+    def forked(self, k: int, feature: Tensor) -> tuple[Tensor, Tensor]:
+        """The feature of exit `k` for its head and for what comes after; `fork` decides in training mode."""
+        return self.fork(k, feature) if self.fork is not None and self.training else (feature, feature)
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """The logits of all exits, first to last."""
@@ -111,9 +84,15 @@ class ExitNet(nn.Module):
 
     def save(self, folder: str | Path) -> Path:
         """Write `config.json` and `model.safetensors` into `folder`; `offramp.load_model` reads them."""
-        from offramp.models.store import save_model
-
-        return save_model(self, folder)
+        folder = Path(folder)
+        if self.spec is None:
+            raise ValueError(
+                "this network has no name to be rebuilt from; give its builder one with register_model and "
+                "create it with create_model"
+            )
+        write_tensors(folder / WEIGHTS, self.state_dict())
+        write_json(folder / CONFIG, {"schema": 1, "model": self.spec.to_json()})
+        return folder
 
     @staticmethod
     def from_parts(
@@ -142,6 +121,6 @@ class _PartsNet(ExitNet):
     def advance(self, k: int, state: State) -> tuple[Tensor, State]:
         given = self.stages[k - 1](*state)
         state = (given,) if isinstance(given, torch.Tensor) else tuple(given)
-        feature, onward = self.balanced(k, state[-1])
+        feature, onward = self.forked(k, state[-1])
         # After the last exit nothing is needed any more.
         return feature, (*state[:-1], onward) if k < self.num_exits else ()

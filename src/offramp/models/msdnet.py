@@ -13,23 +13,10 @@ from math import ceil
 from torch import Tensor, nn
 
 from offramp.models.cells import INPUT, Cell, CellNet
-from offramp.models.layers import ConvBNReLU, DenseUnit, Head, Join, Unit, halved, head_pixels
+from offramp.models.layers import ConvBNReLU, DenseUnit, Head, TwoBranch, halved, head_pixels
+from offramp.models.registry import register_model
 
 STEMS = ("cifar", "strided", "imagenet")  # how much smaller scale 1 is than the images: 1, 2, 4
-
-
-class TwoBranch(nn.Module):
-    """cat[x, U(finer, stride 2), U(x)]: half of what is added comes from the next finer scale."""
-
-    def __init__(self, channels: int, finer: int, growth: int, factor: int, finer_factor: int) -> None:
-        super().__init__()
-        self.down = Unit(finer, growth // 2, finer_factor, stride=2)
-        self.same = Unit(channels, growth - growth // 2, factor)
-        self.join = Join()
-
-    def forward(self, x: Tensor, finer: Tensor) -> Tensor:
-        x, same = self.same(x, beside=True)
-        return self.join(x, self.down(finer), same)
 
 
 class Halved(nn.Module):
@@ -167,3 +154,33 @@ def _check(blocks: Sequence[int], base_width: int, growth: int, factors: Sequenc
             f"{layers} layers over {scales} scales leave {left} scales at the end, so params of the finer ones "
             "would never be used; change the number of layers (the sum of blocks) or of scales"
         )
+
+
+register_model("msdnet5", msdnet, about="MSDNet for CIFAR, 5 exits")
+register_model("msdnet7", msdnet, about="MSDNet for CIFAR, 7 exits", blocks=(1, 2, 3, 4, 5, 6, 7))
+for _step in (4, 6, 7):
+    register_model(
+        f"msdnet-imagenet-s{_step}",
+        msdnet,
+        num_classes=1000,
+        about=f"MSDNet for ImageNet, 5 exits, {_step} layers between them",
+        image_size=224,
+        blocks=(4, _step, _step, _step, _step),
+        base_width=32,
+        growth=16,
+        factors=(1, 2, 4, 4),
+        stem="imagenet",
+        head_width=None,
+    )
+register_model(
+    "msdnet-tiny",
+    msdnet,
+    num_classes=10,
+    about="a small MSDNet for 32x32 images that trains on two CPU cores in about a minute, 3 exits",
+    blocks=(1, 2, 3),
+    base_width=16,
+    growth=8,
+    factors=(1, 2),
+    stem="strided",
+    head_width=32,
+)

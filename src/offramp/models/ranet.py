@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from offramp.models.cells import INPUT, Cell, CellNet
 from offramp.models.layers import ConvBNReLU, DenseUnit, Head, Join, Unit, halved, head_pixels
+from offramp.models.registry import register_model
 
 
 @dataclass(frozen=True)
@@ -215,3 +216,14 @@ def _check(
         raise ValueError(f"scales must start at 1 and grow by 0 or 1, got {list(scales)}")
     if not 1 <= compress * growth * min(factors) < growth * min(factors):
         raise ValueError(f"compress {compress} leaves a branch without channels at growth {growth}")
+
+
+register_model("ranet-c1", ranet, about="RANet Model-C-1 for CIFAR, 6 exits")
+register_model(
+    "ranet-c2",
+    ranet,
+    about="RANet Model-C-2 for CIFAR, 8 exits",
+    blocks=(2, 4, 6, 8),
+    scales=(1, 2, 2, 3),
+    factors=(4, 2, 2, 1),
+)

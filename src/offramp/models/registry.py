@@ -1,7 +1,9 @@
-"""Names for networks. `register_model` adds a builder, `create_model` calls it, `list_models` lists them.
+"""Networks by name, and networks as folders.
 
-A builder is called as `builder(num_classes, **settings)` and returns an `ExitNet`; its keyword arguments are
-the overrides that `create_model` accepts.
+A builder is called as `builder(num_classes, **settings)` and returns an `ExitNet`; its keyword arguments are the
+overrides that `create_model` accepts. A wrapper turns a network into another one, and is asked for by an override
+of its own name. As a folder a network is `config.json`, which says what to build, and `model.safetensors`; run
+folders have the same two files, so `load_model` takes either.
 """
 
 from __future__ import annotations
@@ -10,16 +12,18 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from offramp.common.files import check_digests, read_json
 from offramp.common.names import unknown
-from offramp.common.pretrained import bundle_folder, pretrained_names
-from offramp.models.collaboration import CollaborativeNet
-from offramp.models.exits import ExitNet, ModelSpec
-from offramp.models.msdnet import msdnet
-from offramp.models.ranet import ranet
+from offramp.common.pretrained import CARD, MANIFEST, bundle_folder, pretrained_names
+from offramp.common.registry import Registry
+from offramp.models.exits import CONFIG, WEIGHTS, ExitNet, ModelSpec
+from offramp.models.weights import load_tensors, read_tensors
 
 Builder = Callable[..., ExitNet]
+Wrapper = Callable[[ExitNet], ExitNet]
 
 
 @dataclass(frozen=True)
@@ -33,31 +37,35 @@ class ModelEntry:
     about: str
 
 
-_entries: dict[str, ModelEntry] = {}
+MODELS: Registry[ModelEntry] = Registry("model")
+WRAPPERS: Registry[Wrapper] = Registry("wrapper")
 
 
-def register_model(name: str, builder: Builder, *, num_classes: int = 100, about: str = "", **settings: Any) -> None:
-    """Make `create_model(name)` call `builder(num_classes, **settings)`; a name can be taken only once."""
-    if name in _entries:
-        raise ValueError(f"model {name!r} is registered already")
-    _entries[name] = ModelEntry(name, builder, num_classes, settings, about)
+def register_model(
+    name: str, builder: Builder | None = None, *, num_classes: int = 100, about: str = "", **settings: Any
+) -> Any:
+    """Make `create_model(name)` call `builder(num_classes, **settings)`; without a builder, a decorator for one."""
+
+    def add(given: Builder) -> Builder:
+        MODELS.add(name, ModelEntry(name, given, num_classes, settings, about))
+        return given
+
+    return add if builder is None else add(builder)
 
 
 def list_models() -> list[str]:
     """The names that `create_model` knows."""
-    return sorted(_entries)
+    return list(MODELS)
 
 
 def model_entry(name: str) -> ModelEntry:
     """The registry's entry for `name`."""
-    if name not in _entries and name in pretrained_names():
+    if name not in MODELS and name in pretrained_names():
         raise ValueError(
             f"{name} comes trained; in Python: create_model({name!r}, pretrained=True); "
             "offramp models lists those that are built without weights"
         )
-    if name not in _entries:
-        raise ValueError(f"{unknown('model', name, list_models())}. One of your own: offramp --import MODULE ...")
-    return _entries[name]
+    return MODELS[name]
 
 
 def create_model(name: str, num_classes: int | None = None, *, pretrained: bool = False, **overrides: Any) -> ExitNet:
@@ -72,38 +80,22 @@ def create_model(name: str, num_classes: int | None = None, *, pretrained: bool 
     classes = entry.num_classes if num_classes is None else num_classes
     if type(classes) is not int or classes < 2:
         raise ValueError(f"num_classes must be a whole number from 2 up, got {classes!r}")
-    collaboration = overrides.pop("collaboration", False)
+    wrappers = [key for key, wanted in overrides.items() if key in WRAPPERS and wanted]
+    own = {key: value for key, value in overrides.items() if key not in WRAPPERS}
     allowed = override_names(name)
-    for key in overrides:
+    for key in own:
         if allowed is not None and key not in allowed:
             raise ValueError(unknown(f"override of model {name!r}", key, allowed))
     try:
-        model = entry.builder(classes, **{**entry.settings, **overrides})
+        model = entry.builder(classes, **{**entry.settings, **own})
     except (TypeError, RuntimeError) as error:
-        if not overrides:
+        if not own:
             raise
-        raise ValueError(f"the overrides {overrides} do not fit model {name!r}: {error}") from error
-    if collaboration:
-        model, overrides = CollaborativeNet(model), {**overrides, "collaboration": True}
-    model.spec = ModelSpec(name, classes, _as_json(overrides))
+        raise ValueError(f"the overrides {own} do not fit model {name!r}: {error}") from error
+    for key in wrappers:
+        model = WRAPPERS[key](model)
+    model.spec = ModelSpec(name, classes, _as_json({**own, **dict.fromkeys(wrappers, True)}))
     return model
-
-
-def _trained(name: str, num_classes: int | None, overrides: dict[str, Any]) -> ExitNet:
-    from offramp.running.bundle import bundled_model, checked
-
-    if not pretrained_names():
-        raise ValueError("no network comes trained with this version of offramp")
-    if name not in pretrained_names():
-        raise ValueError(unknown("pretrained network", name, pretrained_names()))
-    folder = bundle_folder(name)
-    card = checked(folder)[1]
-    if num_classes not in (None, len(card.classes)) or overrides:
-        raise ValueError(
-            f"{name} is trained as it is, for {len(card.classes)} classes; in other ways the network is built without "
-            f"its weights: create_model({card.model.get('name')!r}, ...)"
-        )
-    return bundled_model(folder, card)
 
 
 def override_names(name: str) -> list[str] | None:
@@ -121,44 +113,58 @@ def _as_json(overrides: dict[str, Any]) -> dict[str, Any]:
         raise ValueError(f"overrides must be numbers, text or lists of these: {error}") from error
 
 
-def _register_ours() -> None:
-    register_model("msdnet5", msdnet, about="MSDNet for CIFAR, 5 exits")
-    register_model("msdnet7", msdnet, about="MSDNet for CIFAR, 7 exits", blocks=(1, 2, 3, 4, 5, 6, 7))
-    for step in (4, 6, 7):
-        register_model(
-            f"msdnet-imagenet-s{step}",
-            msdnet,
-            num_classes=1000,
-            about=f"MSDNet for ImageNet, 5 exits, {step} layers between them",
-            image_size=224,
-            blocks=(4, step, step, step, step),
-            base_width=32,
-            growth=16,
-            factors=(1, 2, 4, 4),
-            stem="imagenet",
-            head_width=None,
+def _trained(name: str, num_classes: int | None, overrides: dict[str, Any]) -> ExitNet:
+    """The network of a bundle that comes with the package."""
+    if not pretrained_names():
+        raise ValueError("no network comes trained with this version of offramp")
+    if name not in pretrained_names():
+        raise ValueError(unknown("pretrained network", name, pretrained_names()))
+    folder = bundle_folder(name)
+    check_digests(folder, read_json(folder / MANIFEST)["files"])
+    card = read_json(folder / CARD)
+    classes = len(card["classes"])
+    if num_classes not in (None, classes) or overrides:
+        raise ValueError(
+            f"{name} is trained as it is, for {classes} classes; in other ways the network is built without "
+            f"its weights: create_model({card['model'].get('name')!r}, ...)"
         )
-    register_model("ranet-c1", ranet, about="RANet Model-C-1 for CIFAR, 6 exits")
-    register_model(
-        "ranet-c2",
-        ranet,
-        about="RANet Model-C-2 for CIFAR, 8 exits",
-        blocks=(2, 4, 6, 8),
-        scales=(1, 2, 2, 3),
-        factors=(4, 2, 2, 1),
-    )
-    register_model(
-        "msdnet-tiny",
-        msdnet,
-        num_classes=10,
-        about="a small MSDNet for 32x32 images that trains on two CPU cores in about a minute, 3 exits",
-        blocks=(1, 2, 3),
-        base_width=16,
-        growth=8,
-        factors=(1, 2),
-        stem="strided",
-        head_width=32,
-    )
+    return build_trained(parse_spec(card["model"], folder / CARD), card["schedule"], folder / WEIGHTS)
 
 
-_register_ours()
+def build(spec: ModelSpec) -> ExitNet:
+    """The network that `spec` describes, with fresh params."""
+    return create_model(spec.name, spec.num_classes, **spec.overrides)
+
+
+def build_trained(spec: ModelSpec, schedule: str, weights: Path) -> ExitNet:
+    """The network that `spec` describes, with the params of a safetensors file."""
+    model = build(spec).set_schedule(schedule)
+    load_tensors(model, read_tensors(weights), weights)
+    return model
+
+
+def load_model(folder: str | Path) -> ExitNet:
+    """Build the network of a model folder or run folder and load its params."""
+    folder = Path(folder)
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} is not a model or run folder: it has no {CONFIG}")
+    model = build(read_spec(folder))
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(f"{folder} has no {WEIGHTS}: if it is a run, it has not finished training")
+    load_tensors(model, read_tensors(folder / WEIGHTS), folder / WEIGHTS)
+    return model
+
+
+def read_spec(folder: str | Path) -> ModelSpec:
+    """What `config.json` in `folder` says of the network."""
+    path = Path(folder) / CONFIG
+    config = read_json(path)
+    return parse_spec(config.get("model") if isinstance(config, dict) else None, path)
+
+
+def parse_spec(given: Any, source: Any) -> ModelSpec:
+    """A spec from its JSON; `source` is named if it is none."""
+    try:
+        return ModelSpec(str(given["name"]), given["num_classes"], dict(given.get("overrides", {})))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f'{source} does not describe a model: "model" needs name and num_classes') from error

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.common.console import millions
+from offramp.common.formatting import millions
 from offramp.reporting.kept_runs import StoredRun
-from offramp.runs.config import RunConfig, WeightingConfig, decisive
+from offramp.runs.config import WeightingConfig, same_but_for_weighting
 
 LOSS_ALLOWED = 0.5  # points that any one exit may lose
 
@@ -51,7 +50,7 @@ def pairs(groups: Sequence[Sequence[StoredRun]]) -> list[tuple[Sequence[StoredRu
         for after in groups
         if before[0].config.weighting.name == "uniform"
         and after[0].config.weighting.name != "uniform"
-        and all_else(before[0].config) == all_else(after[0].config)
+        and same_but_for_weighting(before[0].config, after[0].config)
     ]
 
 
@@ -64,7 +63,7 @@ def one_change(groups: Sequence[Sequence[StoredRun]]) -> list[tuple[Sequence[Sto
         for after in learned:
             first, second = (vars(group[0].config.weighting) for group in (before, after))
             changed = [key for key in first if first[key] != second[key]]
-            same = all_else(before[0].config) == all_else(after[0].config)
+            same = same_but_for_weighting(before[0].config, after[0].config)
             if same and len(changed) == 1 and first[changed[0]] == usual[changed[0]]:
                 found.append((before, after, changed[0]))
     return found
@@ -82,14 +81,6 @@ def held_out(before: Sequence[StoredRun], after: Sequence[StoredRun]) -> list[Di
         Difference(what, tuple(map(float, points)), decides=False)
         for what, points in zip(names, np.transpose([[*gain, gain.mean()] for gain in gains]), strict=True)
     ]
-
-
-def all_else(config: RunConfig) -> str:
-    """All that decides a run's result but the weighting."""
-    table = decisive(config).to_json()
-    return json.dumps(
-        {key: value for key, value in table.items() if key not in ("weighting", "recipe")}, sort_keys=True
-    )
 
 
 def shared_seeds(before: Sequence[StoredRun], after: Sequence[StoredRun]) -> list[int]:

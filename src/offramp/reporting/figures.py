@@ -12,7 +12,7 @@ from matplotlib.ticker import MaxNLocator
 
 from offramp.measuring.metrics import reliability
 from offramp.reporting.drawing import INK, Panels
-from offramp.reporting.gather import Group
+from offramp.reporting.groups import Group
 
 M = 1e6
 FEW = 3  # groups whose names fit into the picture

@@ -1,18 +1,17 @@
-"""The answer in a sentence: what learned weights bring against the baseline, or what leaving early brings at all."""
+"""The headline of a report: what learned weights bring against the baseline, or what leaving early brings at all."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from offramp.common.console import millions
-from offramp.common.tables import with_spread
+from offramp.common.formatting import millions, with_spread
 from offramp.measuring.metrics import Curve
 from offramp.measuring.policy import Outcome, outcome
-from offramp.reporting.gather import Group, RunData
-from offramp.runs.config import RunConfig
+from offramp.reporting.groups import Group, RunData
+from offramp.runs.config import same_but_for_weighting
 
 SLACK_POINTS = 0.5  # equal accuracy is compared this far below what both curves reach, away from their flat ends
 
@@ -72,13 +71,9 @@ def _pair(groups: Sequence[Group]) -> tuple[Group, Group] | None:
         for after in groups:
             one, other = before.first.config, after.first.config
             weightings = (one.weighting.name, other.weighting.name)
-            if weightings == ("uniform", "learned") and _all_else(one) == _all_else(other):
+            if weightings == ("uniform", "learned") and same_but_for_weighting(one, other):
                 return before, after
     return None
-
-
-def _all_else(config: RunConfig) -> tuple[object, ...]:
-    return config.model, config.imta, config.train, replace(config.data, dir=None)
 
 
 def _at_equal_accuracy(found: Comparison, before: Group, after: Group) -> str:
@@ -126,4 +121,4 @@ def _half_a_point(run: RunData) -> Outcome:
     family = run.policies.family("searched")
     least = family[-1].top1 - SLACK_POINTS / 100
     policy = next(p for p in family if p.top1 >= least)
-    return outcome(run.answers, policy.thresholds, run.summary.costs)
+    return outcome(run.predictions, policy.thresholds, run.summary.costs)

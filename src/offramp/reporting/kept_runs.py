@@ -1,13 +1,16 @@
 """What is kept of a run so that its results can be redrawn: settings, log, evaluation, curves; some kilobytes of text.
 
-Weights, logits and where the data lay stay behind.
+Weights, logits and where the data lay stay behind. Also here: what a kept run is called, the command that trains it
+again, and what its training cost in epochs of conventional training.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +18,15 @@ import numpy as np
 
 from offramp.common.files import read_json, write_bytes, write_json
 from offramp.measuring.metrics import Curve
-from offramp.reporting.gather import RunData, last_samples, read_run
+from offramp.reporting.groups import RunData, last_samples, method_label, read_run
 from offramp.reporting.weight_history import History, weight_history
-from offramp.runs.config import RunConfig, decisive
+from offramp.runs.config import RunConfig, WeightingConfig, decisive
 from offramp.runs.folder import CONFIG, ENVIRONMENT, METRICS, read_config, read_metrics
 from offramp.runs.outputs import EVAL, SUMMARY, EvalSummary, ExitScore, read_summary
 from offramp.runs.recipe import list_recipes, load_recipe
 
 CURVES = "curves.json"
+FROM_RUN = "weighting.from_run"
 WEIGHTS = "weights.json"
 FACTS = ("python", "packages", "device")  # not where things lay on the machine
 OF_WEIGHTS = ("mean", "spread", "counted")
@@ -208,3 +212,65 @@ def stored_runs(folder: Path) -> list[StoredRun]:
     if not found:
         raise ValueError(f"{folder} holds no results; keep some: offramp results keep RUN --into {folder}")
     return found
+
+
+def label(group: Sequence[StoredRun]) -> str:
+    """The method, the network, what was changed in the recipe, and where its weighting is not the paper's."""
+    first = group[0]
+    changes = {key: value for key, value in first.changes.items() if not key.startswith("weighting.")}
+    usual = vars(WeightingConfig()) | {"name": first.config.weighting.name}
+    changes |= {key: value for key, value in vars(first.config.weighting).items() if value != usual[key]}
+    if FROM_RUN not in first.changes:  # the recipe's own
+        changes.pop("from_run", None)
+    changed = [f"{short(key)}={word(value)}" for key, value in sorted(changes.items()) if key != "train.epochs"]
+    name = f"{method_label(first.config)}, {first.config.model.name}"
+    return ", ".join([name, *changed])
+
+
+def apart(groups: Sequence[Sequence[StoredRun]]) -> list[str]:
+    """Labels for a legend: the method, and of the rest what not all of them share."""
+    parts = [label(group).split(", ") for group in groups]
+    shared = set.intersection(*map(set, parts)) if len(parts) > 1 else set()
+    return [", ".join([method, *(part for part in rest if part not in shared)]) for method, *rest in parts]
+
+
+def word(value: Any) -> str:
+    """A value as it is typed."""
+    if isinstance(value, list):
+        return f"[{','.join(map(word, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def epochs(config: RunConfig) -> str:
+    return str(config.train.epochs) if not config.imta.collaboration else f"2 x {config.train.epochs}"
+
+
+def command(group: Sequence[StoredRun]) -> str:
+    """The one command that trains a group again."""
+    first = group[0]
+    frozen = {} if first.config.weighting.from_run is None else {FROM_RUN: "RUN"}  # it lies where its user put it
+    changes = (f"{key}={word(value)}" for key, value in sorted({**first.changes, **frozen}.items()))
+    settings = "".join(f" --set {shlex.quote(change)}" for change in changes)
+    seeds = ",".join(str(run.config.seed) for run in group)
+    data = "" if first.config.data.name == "digits" else " --data-dir DATA"
+    recipe = first.config.recipe if first.config.recipe in list_recipes() else f"{first.config.recipe or 'RECIPE'}.toml"
+    out = stored_name(first.config).removesuffix(f"-seed={first.config.seed}")
+    return f"offramp train {recipe}{data} --out RUNS/{out}{settings} --seeds {seeds}"
+
+
+def baseline_epochs(config: RunConfig, ratios: Mapping[str, float]) -> float | None:
+    """How many epochs of conventional training a run took as long as.
+
+    `ratios`: a step that trains the weight net beside a conventional one, by order; `second` and `second_ORDER` are a
+    step of IMTA's second phase without and with the weight net (`offramp bench train`).
+    """
+    weighting = config.weighting
+    steps = [(1.0, ratios.get(weighting.order))]
+    if config.imta.collaboration:
+        steps.append((ratios.get("second", nan), ratios.get(f"second_{weighting.order}")))
+    if weighting.name != "learned":
+        per_epoch = sum(plain for plain, _ in steps)
+    else:
+        share = weighting.until / weighting.interval  # of the steps, those that train the weight net
+        per_epoch = sum(plain + share * ((nan if learned is None else learned) - plain) for plain, learned in steps)
+    return None if isnan(per_epoch) else config.train.epochs * per_epoch

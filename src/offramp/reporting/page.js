@@ -1,5 +1,5 @@
 "use strict";
-// The budget slider: picks the dearest policy that fits and shows what it gives; every number comes from the data.
+// The budget slider: picks the most expensive policy within the budget and shows what it gives; every number comes from the data.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const at = (id) => document.getElementById(id);

@@ -1,22 +1,28 @@
 """`offramp figures`: the paper's figures, drawn from whatever run folders exist.
 
 Each figure is a list of recipes; runs are found below the given folders and matched by the recipe they were trained
-with. A recipe without a run is left out of its figure and named.
+with, if network, data and weighting are still the recipe's. A recipe without a run is left out of its figure and named.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 
 from offramp.reporting.drawing import Panels, save
 from offramp.reporting.figures import draw_accuracy
-from offramp.reporting.gather import COLOURS, Group, RunData, by_configuration, find_runs, read_run
+from offramp.reporting.groups import COLOURS, Group, RunData, by_configuration, find_runs, read_run
+from offramp.runs.config import WeightingConfig
 from offramp.runs.folder import read_config
+from offramp.runs.recipe import list_recipes, recipe_of
+
+log = logging.getLogger("offramp")
 
 # name -> panels, each a title and {recipe: label}
 FIGURES: dict[str, dict[str, dict[str, str]]] = {
@@ -99,7 +105,7 @@ def write_figures(paths: Sequence[str | Path], out: str | Path) -> Drawn:
     wanted = {recipe for panels in FIGURES.values() for recipes in panels.values() for recipe in recipes}
     runs: dict[str, list[RunData]] = {}
     for folder in find_runs(paths):
-        recipe = read_config(folder).recipe
+        recipe = _followed(folder)
         if recipe in wanted:
             runs.setdefault(recipe, []).append(read_run(folder))
     if not runs:
@@ -111,6 +117,22 @@ def write_figures(paths: Sequence[str | Path], out: str | Path) -> Drawn:
             missing[name] = sorted({recipe for recipes in panels.values() for recipe in recipes} - set(runs))
             files += save(Panels(name, name, draws), Path(out))
     return Drawn(files, missing)
+
+
+def _followed(folder: Path) -> str:
+    """The recipe that a run was trained with, if nothing of what a figure is about was changed in it."""
+    config = read_config(folder)
+    recipe = recipe_of(config)
+    if recipe is not None and _without_source(recipe.config.weighting) == _without_source(config.weighting):
+        return recipe.name
+    if config.recipe in list_recipes():
+        log.warning("passed over, network, data or weighting are no longer those of %s: %s", config.recipe, folder)
+    return ""
+
+
+def _without_source(weighting: WeightingConfig) -> dict[str, Any]:
+    """The settings of a weighting; where a frozen weight net came from is no setting of the method."""
+    return {key: value for key, value in asdict(weighting).items() if key != "from_run"}
 
 
 def _groups(recipes: dict[str, str], runs: dict[str, list[RunData]]) -> list[Group]:

@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from offramp.common.files import read_json, write_bytes
-from offramp.common.tables import Table, to_csv, to_markdown
+from offramp.common.formatting import Table, to_csv, to_markdown
 from offramp.measuring.calibrate import stage_times
 from offramp.reporting import figures
 from offramp.reporting import report_tables as tables
 from offramp.reporting.drawing import Panels, save
-from offramp.reporting.gather import Group, RunData, gather
+from offramp.reporting.groups import Group, RunData, gather
 from offramp.reporting.headline import headline
 from offramp.reporting.report_page import Page, build
 from offramp.reporting.weight_history import weights_by_epoch
+from offramp.runs.folder import ENVIRONMENT
 
 NAMES = {
     *("accuracy", "accuracy-ms", "calibration", "overthinking", "training"),
@@ -146,7 +147,7 @@ def _repeat(groups: Sequence[Group], command: str) -> str:
 
 
 def _environment(run: RunData) -> dict[str, Any]:
-    path = run.folder / "environment.json"
+    path = run.folder / ENVIRONMENT
     known = read_json(path) if path.is_file() else {}
     return known if isinstance(known, dict) else {}
 

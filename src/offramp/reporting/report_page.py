@@ -1,10 +1,12 @@
-"""The page: sections of figures and tables around a budget slider, everything inside one HTML file.
+"""The report's page: figures, tables and images around a budget slider, everything inside one HTML file.
 
 Text is escaped, data travel as JSON, and a content security policy forbids the page to load anything.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +15,16 @@ from importlib import resources
 from string import Template
 from typing import Any
 
-from offramp.common.tables import Table
-from offramp.measuring.policy import outcome
-from offramp.reporting import gallery
+import numpy as np
+from PIL import Image
+
+from offramp.common.formatting import Table, is_numeric
+from offramp.measuring.confidence import predicted_classes
+from offramp.measuring.policy import Policies, exits_taken, outcome
 from offramp.reporting.drawing import Frame, Panels, inline, inline_framed
-from offramp.reporting.gather import Group, RunData
+from offramp.reporting.groups import Group, RunData
+
+SHEET_COLUMNS = 16
 
 
 @dataclass(frozen=True)
@@ -25,7 +32,7 @@ class Page:
     """What goes on the page: the words on top, the figures and the tables by name."""
 
     title: str
-    answer: str
+    headline: str
     facts: str
     groups: Sequence[Group]
     panels: dict[str, Panels]
@@ -47,7 +54,7 @@ def build(page: Page) -> str:
     ]
     return Template(_asset("page.html")).substitute(
         title=escape(page.title),
-        answer=escape(page.answer),
+        answer=escape(page.headline),
         facts=escape(page.facts),
         style=_asset("page.css"),
         script=_asset("page.js"),
@@ -109,7 +116,8 @@ def _operating(page: Page, main: str) -> str:
     if not _runs_with_policies(page.groups):
         return figure + timed
     note = (
-        '<p class="note">Move the budget: the policy shown is the dearest that fits it on the calibration split; '
+        '<p class="note">Move the budget: the policy shown is the most expensive within it on the calibration '
+        "split; "
         "accuracy, cost and shares are what it gives on the test split. Lines show the paper's rule.</p>"
     )
     return f'{note}<div class="split">{figure}{CONTROLS}</div>{timed}{_optional(page, "budgeted-ms")}'
@@ -144,7 +152,7 @@ def _optional(page: Page, name: str) -> str:
 
 def _table(table: Table) -> str:
     title, columns, rows = table
-    texts = [not all(row[at][:1] in "0123456789+-–" for row in rows) for at in range(len(columns))]
+    texts = [not is_numeric([row[at] for row in rows]) for at in range(len(columns))]
     kinds = [' class="text"' if text else "" for text in texts]
     head = "".join(f"<th{kind}>{escape(column)}</th>" for column, kind in zip(columns, kinds, strict=True))
     body, before = [], rows[0][0] if rows else ""
@@ -173,7 +181,7 @@ def _data(page: Page, frame: Frame) -> str:
     value = {
         "classes": list(page.groups[0].first.summary.classes),
         "frame": {"x": frame.x, "y": frame.y},
-        "sheet": None if shown is None else gallery.sheet(gallery.shown_images(shown)),
+        "sheet": None if shown is None else _sheet(_shown_images(shown)),
         "runs": [_run_data(group, run, shown) for group, run in _runs_with_policies(page.groups)],
     }
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
@@ -188,7 +196,7 @@ def _run_data(group: Group, run: RunData, shown: RunData | None) -> dict[str, An
         "costs": run.summary.costs,
         "full_top1": run.metrics[-1].top1,
         "families": {family: _family_data(run, family, same) for family in ("searched", "q")},
-        "images": gallery.guesses(run) if same else None,
+        "images": _guesses(run) if same else None,
     }
 
 
@@ -200,10 +208,10 @@ def _same_images(run: RunData, shown: RunData) -> bool:
 def _family_data(run: RunData, family: str, images: bool) -> list[dict[str, Any]]:
     assert run.policies is not None
     found = run.policies.family(family)
-    leaves = gallery.leaves(run, run.policies, family) if images else [""] * len(found)
+    leaves = _leaves(run, run.policies, family) if images else [""] * len(found)
     values = []
     for policy, digits in zip(found, leaves, strict=True):
-        on_test = outcome(run.answers, policy.thresholds, run.summary.costs)
+        on_test = outcome(run.predictions, policy.thresholds, run.summary.costs)
         values.append(
             {
                 "budget": policy.mul_adds,
@@ -216,3 +224,51 @@ def _family_data(run: RunData, family: str, images: bool) -> list[dict[str, Any]
             }
         )
     return values
+
+
+def _sheet(images: np.ndarray) -> dict[str, Any]:
+    """All images [n, h, w, 3] in one JPEG as a data URI, with its grid."""
+    count, height, width, _ = images.shape
+    rows = -(-count // SHEET_COLUMNS)
+    canvas = np.zeros((rows * SHEET_COLUMNS, height, width, 3), np.uint8)
+    canvas[:count] = images
+    whole = (
+        canvas.reshape(rows, SHEET_COLUMNS, height, width, 3)
+        .swapaxes(1, 2)
+        .reshape(rows * height, SHEET_COLUMNS * width, 3)
+    )
+    data = io.BytesIO()
+    Image.fromarray(whole).save(data, "JPEG", quality=90, subsampling=0)
+    source = "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
+    return {"src": source, "columns": SHEET_COLUMNS, "rows": rows, "count": count}
+
+
+def _thumb_rows(run: RunData) -> np.ndarray:
+    """The rows of the saved outputs that have an image; images whose sample could not be read have none."""
+    assert run.test.thumb_index is not None
+    order = np.argsort(run.test.index)
+    at = np.searchsorted(run.test.index, run.test.thumb_index, sorter=order)
+    rows = order[np.minimum(at, len(order) - 1)]
+    return rows[run.test.index[rows] == run.test.thumb_index]
+
+
+def _shown_images(run: RunData) -> np.ndarray:
+    """The images that belong to `_thumb_rows`."""
+    assert run.test.thumbs is not None and run.test.thumb_index is not None
+    return run.test.thumbs[np.isin(run.test.thumb_index, run.test.index)]
+
+
+def _guesses(run: RunData) -> dict[str, Any]:
+    """What is shown of each image: its class, and what every exit says."""
+    rows = _thumb_rows(run)
+    return {
+        "labels": run.test.labels[rows].tolist(),
+        "guesses": predicted_classes(run.test.logits[:, rows]).tolist(),
+    }
+
+
+def _leaves(run: RunData, policies: Policies, family: str) -> list[str]:
+    """For each policy of a family one digit per image: the exit it takes (exit 10 is `a`)."""
+    own = run.predictions.confidences[:, _thumb_rows(run)]
+    digits = np.array(list(" 123456789abcdefghijklmnopqrstuvwxyz"))
+    return ["".join(digits[exits_taken(own, policy.thresholds)]) for policy in policies.family(family)]

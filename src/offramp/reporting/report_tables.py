@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offramp.common.console import millions
-from offramp.common.tables import Table, with_spread
+from offramp.common.formatting import Table, millions, with_spread
 from offramp.measuring.metrics import exit_difficulty
-from offramp.reporting.gather import Group
+from offramp.reporting.groups import Group
 
 BUDGETS = 5
 
@@ -68,14 +67,14 @@ def budgeted(groups: Sequence[Group], budgets: Sequence[float], prices: Sequence
 
 
 def span(groups: Sequence[Group], prices: Sequence[float] | None = None) -> tuple[float, float]:
-    """From where every curve has begun to where the dearest policy of any ends."""
+    """From where every curve has begun to where the most expensive policy of any ends."""
     runs = [run for group in groups for run in group.runs]
     curves = [c for r in runs for c in (r.curves if prices is None else r.curves_by(prices)).values()]
     return max(c.costs[0] for c in curves), max(c.costs[-1] for c in curves)
 
 
 def nice_budgets(groups: Sequence[Group], prices: Sequence[float] | None = None) -> list[float]:
-    """A few round budgets between what the cheapest and the dearest policies cost."""
+    """A few round budgets between what the cheapest and the most expensive policies cost."""
     low, high = span(groups, prices)
     if not low * 1.1 < high:
         return [high]
@@ -118,7 +117,7 @@ def difficulty(groups: Sequence[Group]) -> Table | None:
         for run in group.runs:
             if run.policies is not None and run.test.difficulty is not None:
                 policy = run.policies.at_q(0.75)
-                found.append(exit_difficulty(run.answers, policy.thresholds, run.test.difficulty))
+                found.append(exit_difficulty(run.predictions, policy.thresholds, run.test.difficulty))
         if found:
             rows.append([group.label, with_spread(found, 3)])
     return ("Harder images leave later", ["method", "rank correlation of difficulty and exit"], rows) if rows else None

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import cast
 
 from offramp.common.files import write_bytes
-from offramp.common.tables import to_markdown
+from offramp.common.formatting import to_markdown
 from offramp.reporting.claims import pairs
 from offramp.reporting.drawing import Panels, save
 from offramp.reporting.figures import FEW, draw_accuracy, marks_of_accuracy
-from offramp.reporting.gather import COLOURS, Group, RunData
-from offramp.reporting.kept_names import apart, command, epochs, label
-from offramp.reporting.kept_runs import StoredRun
+from offramp.reporting.groups import COLOURS, Group, RunData
+from offramp.reporting.kept_runs import StoredRun, apart, command, epochs, label
 from offramp.reporting.results_tables import anytime, at_a_glance, budgeted, held_out_paired, last_epoch, paired, tuned
 from offramp.reporting.sections import Section, read_section
 from offramp.reporting.weight_history import weights_by_epoch

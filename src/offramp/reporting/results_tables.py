@@ -6,11 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from offramp.common.console import millions
-from offramp.common.tables import to_markdown, with_spread
+from offramp.common.formatting import millions, to_markdown, with_spread
 from offramp.reporting.claims import (
     Difference,
-    all_else,
     differences,
     held_out,
     one_change,
@@ -18,11 +16,10 @@ from offramp.reporting.claims import (
     shared_seeds,
     verdict,
 )
-from offramp.reporting.gather import method_label, paper_top1
-from offramp.reporting.kept_names import epochs, label, word
-from offramp.reporting.kept_runs import OF_WEIGHTS, StoredRun
+from offramp.reporting.groups import method_label, paper_top1
+from offramp.reporting.kept_runs import OF_WEIGHTS, StoredRun, baseline_epochs, epochs, label, word
 from offramp.reporting.sections import Groups, Section
-from offramp.reporting.training_cost import baseline_epochs
+from offramp.runs.config import all_but_weighting
 from offramp.runs.recipe import load_recipe
 
 
@@ -159,13 +156,15 @@ def tuned(section: Section) -> str:
         return ""
     exits = max(top1.shape[1] for _, top1 in found)
     plain = {
-        all_else(group[0].config): top1.mean() for group, top1 in found if group[0].config.weighting.name == "uniform"
+        all_but_weighting(group[0].config): top1.mean()
+        for group, top1 in found
+        if group[0].config.weighting.name == "uniform"
     }
     rows = []
     for group, top1 in found:
         cells = [with_spread(column) for column in top1.T]
         spent = baseline_epochs(group[0].config, section.ratios)
-        before = plain.get(all_else(group[0].config))
+        before = plain.get(all_but_weighting(group[0].config))
         gained = None if before is None or group[0].config.weighting.name == "uniform" else top1.mean() - before
         price = "" if spent is None else f"{spent:.0f}"
         brings = "" if gained is None or spent is None else f"{100 * gained / spent:+.2f}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from offramp.common.names import unknown
-from offramp.reporting.gather import by_configuration
+from offramp.reporting.groups import by_configuration
 from offramp.reporting.kept_runs import StoredRun, read_stored, stored_runs
 from offramp.runs.folder import CONFIG
 

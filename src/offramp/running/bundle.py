@@ -7,8 +7,6 @@ with the outputs they must give. Nothing is unpickled, and nothing of training i
 
 from __future__ import annotations
 
-import hashlib
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,21 +15,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
-from offramp.common.files import read_json
+from offramp.common.console import progress
+from offramp.common.files import check_digests, read_json, short_digest
 from offramp.common.images import Preprocessing, UnreadableImage, read_image, upright_rgb
 from offramp.common.names import unknown
-from offramp.common.pretrained import MANIFEST, bundle_folder, pretrained_names
-from offramp.measuring.policy import Policies, Policy, check_budget, read_policies
+from offramp.common.pretrained import CARD, MANIFEST, bundle_folder, pretrained_names
+from offramp.measuring.policy import Outcome, Policies, Policy, check_budget, mean_cost, read_policies, shares_of
+from offramp.running.engines.protocol import Engine, all_logits
 from offramp.running.packing import cached_packing
-from offramp.running.result import ExitResult
-from offramp.running.runtime import Engine, Runtime
+from offramp.running.runtime import ExitResult, Runtime
 
 if TYPE_CHECKING:
+    from offramp.data import Dataset
     from offramp.models.exits import ExitNet
 
 SCHEMA = 1
 FORMATS = ("torch", "onnx")
-MODEL, POLICY, WEIGHTS, GOLDEN = "model.json", "policy.json", "model.safetensors", "golden.npz"
+POLICY, WEIGHTS, GOLDEN = "policy.json", "model.safetensors", "golden.npz"
 GOLDEN_TOLERANCE = 1e-3  # of logits, whose size is about ten
 
 
@@ -191,9 +191,9 @@ def checked(folder: Path) -> tuple[dict[str, Any], ModelCard, Policies]:
     manifest = _read_manifest(folder)
     _check_files(folder, manifest["files"])
     try:
-        card = ModelCard.from_json(read_json(folder / MODEL))
+        card = ModelCard.from_json(read_json(folder / CARD))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{folder / MODEL} cannot be used: {error}") from error
+        raise ValueError(f"{folder / CARD} cannot be used: {error}") from error
     policies = read_policies(folder / POLICY)
     if policies.costs != card.costs:
         raise ValueError(f"the policy in {folder} is for another network: its costs are not the model's")
@@ -203,7 +203,7 @@ def checked(folder: Path) -> tuple[dict[str, Any], ModelCard, Policies]:
 
 def manifest_digest(manifest: dict[str, Any]) -> str:
     """A short name for exactly these files."""
-    return hashlib.sha256(repr(sorted(manifest["files"].items())).encode()).hexdigest()[:16]
+    return short_digest([repr(sorted(manifest["files"].items()))])
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
@@ -225,13 +225,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, files: dict[str, Any]) -> None:
-    for name, digest in files.items():
-        path = folder / name
-        if os.path.basename(name) != name or not path.is_file():
-            raise ValueError(f"{folder} is damaged: {name} is missing")
-        if sha256(path) != digest:
-            raise ValueError(f"{folder} is damaged: {name} is not the file that was exported")
-    for needed in (MODEL, POLICY, GOLDEN):
+    check_digests(folder, files)
+    for needed in (CARD, POLICY, GOLDEN):
         if needed not in files:
             raise ValueError(f"{folder} is damaged: its manifest does not name {needed}")
 
@@ -242,12 +237,6 @@ def _check_weights(folder: Path, manifest: dict[str, Any], exits: int) -> None:
     for needed in stages if manifest["format"] == "onnx" else [WEIGHTS]:
         if needed not in manifest["files"]:
             raise ValueError(f"{folder} is damaged: its manifest does not name {needed}")
-
-
-def sha256(path: Path) -> str:
-    """The digest of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _onnx_engine(folder: Path, card: ModelCard, policies: Policies, threads: int | None, own_process: bool) -> Engine:
@@ -276,11 +265,9 @@ def _torch_engine(folder: Path, card: ModelCard, policies: Policies, device: str
 
 def bundled_model(folder: Path, card: ModelCard) -> ExitNet:
     """The network of a torch bundle, as it was trained."""
-    from offramp.models.store import build, load_state, parse_spec, read_tensors
+    from offramp.models.registry import build_trained, parse_spec
 
-    model = build(parse_spec(card.model, folder / MODEL)).set_schedule(card.schedule)
-    load_state(model, read_tensors(folder / WEIGHTS), folder / WEIGHTS)
-    return model
+    return build_trained(parse_spec(card.model, folder / CARD), card.schedule, folder / WEIGHTS)
 
 
 def read_golden(folder: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -298,12 +285,36 @@ def compare_golden(engine: Engine, images: np.ndarray, expected: np.ndarray, sou
     return difference
 
 
-def all_logits(engine: Engine, images: np.ndarray) -> np.ndarray:
-    """The logits of every exit, [K, n, C], with nobody leaving."""
-    found = []
-    with engine.active():
-        state = engine.begin(images)
-        for k in range(1, engine.num_exits + 1):
-            logits, state = engine.logits(k, state)
-            found.append(logits)
-    return np.stack(found)
+EVALUATED_TOGETHER = 256  # images
+
+
+@dataclass(frozen=True)
+class BundleScore:
+    """How a bundle does on a test split: top-1 of every exit on everything, and what the policy made of it."""
+
+    samples: int
+    exits: tuple[float, ...]
+    policy: Outcome
+
+
+def evaluate_bundle(bundle: Bundle, data: Dataset) -> BundleScore:
+    """Run the test split of a data set through a bundle, with images really leaving."""
+    import torch
+
+    if bundle.classes != data.class_names:
+        raise ValueError(f"{bundle.folder.name} does not know the classes of {data.name}")
+    if bundle.card.preprocessing != data.preprocessing:
+        raise ValueError(f"{bundle.folder.name} prepares images in another way than {data.name} does")
+    hits, runtime = np.zeros(len(bundle.costs), np.int64), bundle.runtime()
+    right, exits = [], []
+    with progress(f"evaluating {data.name}", data.size("test")) as bar:
+        for part in data.sweep("test", EVALUATED_TOGETHER, torch.device("cpu")):
+            ready, labels = part.images.numpy(), part.labels.numpy()
+            hits += (all_logits(bundle.engine, ready).argmax(-1) == labels).sum(1)
+            result = runtime(ready)
+            right.append(result.labels == labels)
+            exits.append(result.exits)
+            bar.advance(len(labels), len(labels))
+    left = np.concatenate(exits)
+    policy = Outcome(float(np.concatenate(right).mean()), mean_cost(left, bundle.costs), shares_of(left, len(hits)))
+    return BundleScore(len(left), tuple((hits / len(left)).tolist()), policy)

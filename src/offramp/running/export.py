@@ -17,19 +17,19 @@ from torch import Tensor, nn
 
 from offramp import __version__
 from offramp.common.device import exact_float32
-from offramp.common.files import write_bytes, write_json, writing
+from offramp.common.files import sha256, write_bytes, write_json, writing
 from offramp.common.images import Preprocessing
 from offramp.common.names import unknown
-from offramp.common.pretrained import MANIFEST, bundle_folder, is_bundle, pretrained_names
+from offramp.common.pretrained import CARD, MANIFEST, bundle_folder, is_bundle, pretrained_names
 from offramp.measuring.policy import Policies, read_policies, write_policies
 from offramp.models.cost import exit_costs
 from offramp.models.exits import ExitNet
 from offramp.models.fold import folded
-from offramp.models.store import load_model, write_tensors
+from offramp.models.registry import load_model
+from offramp.models.weights import write_tensors
 from offramp.running.bundle import (
     FORMATS,
     GOLDEN,
-    MODEL,
     POLICY,
     SCHEMA,
     WEIGHTS,
@@ -39,7 +39,6 @@ from offramp.running.bundle import (
     compare_golden,
     load_bundle,
     read_golden,
-    sha256,
     stage_file,
 )
 from offramp.runs.folder import read_config
@@ -67,7 +66,7 @@ def export_run(
     run, out = Path(run), Path(out)
     if not run.is_dir():
         raise ValueError(f"{run} is not the folder of a run, and {unknown('bundle', str(run), pretrained_names())}")
-    path = run / "policy.json" if policy is None else Path(policy)
+    path = run / POLICY if policy is None else Path(policy)
     if not path.is_file():
         raise ValueError(f"{path} is not there; find when images may leave with: offramp calibrate {run}")
     summary, policies = read_summary(run), read_policies(path)
@@ -137,7 +136,7 @@ def export_model(
 def _write_files(
     part: Path, model: ExitNet, policies: Policies, card: ModelCard, images: np.ndarray, format: str, half: bool
 ) -> None:
-    write_json(part / MODEL, card.to_json())
+    write_json(part / CARD, card.to_json())
     write_policies(part / POLICY, policies)
     with writing(part / GOLDEN) as file:
         np.savez(file, images=images, logits=_reference(model, card, images))

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from offramp.common.files import read_json, write_json
-from offramp.running.runtime import AlwaysPack, Engine, Packing, State, copied, wait
+from offramp.common.timing import median_ms
+from offramp.running.engines.protocol import Engine, EngineState, copied
+from offramp.running.runtime import AlwaysPack, Packing
 
 SIZES = (1, 4, 16, 64, 256)
 REPEATS = 5
@@ -86,10 +87,10 @@ def _measure(engine: Engine, images: np.ndarray) -> MeasuredPacking:
         state = engine.begin(images[:size])
         for k in range(1, engine.num_exits + 1):
             before = state
-            stages.append(_median_ms(lambda k=k, s=before: engine.judge(k, engine.run(k, s)[0])))  # type: ignore[misc]
+            stages.append(median_ms(partial(_run, engine, k, before), REPEATS, warm_up=1))
             if k < engine.num_exits:
                 state = copied(engine, engine.run(k, before)[1])
-                packs.append(_median_ms(partial(_pack, engine, k + 1, state, np.arange(size))))
+                packs.append(median_ms(partial(_pack, engine, k + 1, state, np.arange(size)), REPEATS, warm_up=1))
     exits = engine.num_exits
     return MeasuredPacking(
         sizes,
@@ -98,24 +99,18 @@ def _measure(engine: Engine, images: np.ndarray) -> MeasuredPacking:
     )
 
 
-def _pack(engine: Engine, k: int, state: State, rows: np.ndarray) -> None:
+def _run(engine: Engine, k: int, state: EngineState) -> None:
+    engine.judge(k, engine.run(k, state)[0])
+
+
+def _pack(engine: Engine, k: int, state: EngineState, rows: np.ndarray) -> None:
     engine.gather(k, [(state, rows)])
-    wait(engine)  # a GPU has only been told so far
-
-
-def _median_ms(action: Callable[[], Any]) -> float:
-    action()
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        action()
-        times.append(1e3 * (time.perf_counter() - began))
-    return float(np.median(times))
+    engine.wait()  # a GPU has only been told so far
 
 
 def _cache_file(digest: str, engine: Engine) -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    place = f"{platform.node()}-{os.cpu_count()}-{getattr(engine, 'place', 'onnx')}"
+    place = f"{platform.node()}-{os.cpu_count()}-{engine.place}"
     place = re.sub(r"[^\w.-]+", "-", place)
     return root / "offramp" / f"packing-{digest}-{place}.json"
 

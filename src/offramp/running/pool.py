@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from offramp.measuring.policy import Policy
-from offramp.running.runtime import Engine, State
+from offramp.measuring.policy import Policy, leaves
+from offramp.running.engines.protocol import Engine, EngineState
 
 
 @dataclass
@@ -49,7 +49,7 @@ class _Part:
     `free`: rows behind them that others may still take. `again`: the memory is the pool's own, to be used again.
     """
 
-    state: State
+    state: EngineState
     tickets: list[Ticket]
     since: float
     free: int = 0
@@ -64,8 +64,8 @@ class _Running:
     at: int
     tickets: list[Ticket]
     logits: Any
-    state: State
-    again: list[State]
+    state: EngineState
+    again: list[EngineState]
 
 
 _AHEAD: weakref.WeakKeyDictionary[Engine, weakref.ref[Pool]] = weakref.WeakKeyDictionary()  # who last ran ahead
@@ -90,7 +90,7 @@ class Pool:
         self.guesses = guesses  # whether tickets note what every exit said
         self.queues: list[deque[_Part]] = [deque() for _ in range(engine.num_exits)]
         self.counts = [0] * engine.num_exits
-        self.rooms: list[list[State]] = [[] for _ in range(engine.num_exits)]  # memory to be used again, by stage
+        self.rooms: list[list[EngineState]] = [[] for _ in range(engine.num_exits)]  # memory to be used again, by stage
         self.running: deque[_Running] = deque()  # stages that were told to run and not judged yet
         self.took_s = 0.0  # what the stage that was judged last took, from its start
         self._slot = 0
@@ -183,27 +183,27 @@ class Pool:
         at, tickets = stage.at, stage.tickets
         confidences, labels = self.engine.judge(at + 1, stage.logits)
         self.took_s = time.perf_counter() - stage.began
-        leaves, confident = self._leaves(at, tickets, confidences)
+        leaving, confident = self._leaving(at, tickets, confidences)
         if self.guesses:
             for ticket, label, sure in zip(tickets, labels.tolist(), confidences.tolist(), strict=True):
                 ticket.guesses.append((label, sure))
-        self._go_on(at + 1, stage.state, np.flatnonzero(~leaves), tickets)
+        self._go_on(at + 1, stage.state, np.flatnonzero(~leaving), tickets)
         self.rooms[at] += stage.again
-        rows = np.flatnonzero(leaves)
+        rows = np.flatnonzero(leaving)
         found = (array[rows].tolist() for array in (labels, confidences, ~confident))
         return [
             Left(tickets[row], label, sure, at + 1, forced)
             for row, label, sure, forced in zip(rows.tolist(), *found, strict=True)
         ]
 
-    def _state(self, at: int, parts: list[tuple[_Part, list[int]]]) -> State:
+    def _state(self, at: int, parts: list[tuple[_Part, list[int]]]) -> EngineState:
         """One state for some rows of some parts; copied only where it must be."""
         first, rows = parts[0]
         if len(parts) == 1 and rows[-1] == len(rows) - 1:
             return _first(first.state, len(rows))
         return self.engine.gather(at + 1, [(part.state, np.array(rows)) for part, rows in parts if rows])
 
-    def _go_on(self, at: int, state: State, rows: np.ndarray, tickets: list[Ticket]) -> None:
+    def _go_on(self, at: int, state: EngineState, rows: np.ndarray, tickets: list[Ticket]) -> None:
         """Copy samples behind those that wait for stage `at` already, room by room."""
         queue = self.queues[at] if len(rows) else deque()
         while len(rows):
@@ -216,17 +216,17 @@ class Pool:
             part.free -= len(some)
             self.counts[at] += len(some)
 
-    def _new_part(self, at: int, state: State) -> _Part:
+    def _new_part(self, at: int, state: EngineState) -> _Part:
         """A room for a batch before stage `at`, nobody in it yet."""
         room = self.rooms[at].pop() if self.rooms[at] else self.engine.room(state, self.batch)
         return _Part(room, [], time.perf_counter(), self.batch, again=True)
 
-    def _leaves(self, at: int, tickets: list[Ticket], confidences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _leaving(self, at: int, tickets: list[Ticket], confidences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Who leaves after stage `at` (from 0), and who of them because the exit is confident."""
         if at == len(self.queues) - 1:
             everybody = np.ones(len(tickets), bool)
             return everybody, everybody
-        confident = confidences >= np.float32(self.policy.thresholds[at])
+        confident = leaves(confidences, self.policy.thresholds[at])
         now = time.perf_counter()
         forced = [t.max_exit <= at + 1 or (t.deadline is not None and now >= t.deadline) for t in tickets]
         return confident | np.array(forced), confident
@@ -252,11 +252,11 @@ class Pool:
         return taken
 
 
-def _first(state: State, samples: int) -> State:
+def _first(state: EngineState, samples: int) -> EngineState:
     """The first samples of a state, without copying."""
     return state if samples == len(state[0]) else tuple(array[:samples] for array in state)
 
 
-def _from(state: State, sample: int) -> State:
+def _from(state: EngineState, sample: int) -> EngineState:
     """The samples of a state from one on, without copying."""
     return tuple(array[sample:] for array in state)

@@ -19,14 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from offramp.common.console import millions, progress
+from offramp.common.console import progress
 from offramp.common.files import write_bytes
+from offramp.common.formatting import Table, millions, to_csv
 from offramp.common.images import UnreadableImage, image_files, read_image
-from offramp.common.tables import to_csv
 from offramp.measuring.policy import Policy
 from offramp.running.bundle import Bundle
 from offramp.running.pool import Left, Pool, Ticket
-from offramp.running.result import ceiling
+from offramp.running.runtime import ceiling
 
 DECODERS = 4
 WAIT_S = 30.0  # longest that a sample waits for a full batch; at the end of the stream nobody waits
@@ -181,7 +181,7 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     write_bytes(path, text.encode(errors="surrogateescape"))  # file names are bytes, and need not be text
 
 
-def result_table(rows: Sequence[Row]) -> tuple[str, list[str], list[list[str]]]:
+def result_table(rows: Sequence[Row]) -> Table:
     """Title, columns and rows for people."""
     cells = [
         [row.path, row.error, "", "", ""]

@@ -8,77 +8,58 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
-from offramp.measuring.policy import Policy
-from offramp.running.result import ExitResult, ceiling
-
-State = tuple[Any, ...]  # the engine's own arrays; the first dimension is the batch
-
-
-class Engine(Protocol):
-    """K stages that can be run one at a time, and what is done between them."""
-
-    num_exits: int
-    ahead: int  # how many more stages may be told to run before the first of them is judged
-
-    def use(self, slot: int) -> None:
-        """What is gathered and run next lies in memory of this slot, so that other slots stay as they are.
-
-        Slot 0 is for whoever judges each stage before the next; the `ahead` + 1 slots behind it are for a pool.
-        """
-
-    def active(self) -> AbstractContextManager[Any]:
-        """What must surround all other calls; entered once for many of them."""
-
-    def begin(self, images: np.ndarray) -> State:
-        """The state before stage 1, from normalised images [n, 3, h, w]."""
-
-    def run(self, k: int, state: State) -> tuple[Any, State]:
-        """Run stage k; its exit's logits and the state after it. What was returned before may be overwritten."""
-
-    def judge(self, k: int, logits: Any) -> tuple[np.ndarray, np.ndarray]:
-        """Confidences and labels of exit k on the host: the one moment at which a stage waits for the device."""
-
-    def gather(self, k: int, parts: Sequence[tuple[State, np.ndarray]]) -> State:
-        """One packed state before stage k, from some rows of each of several states."""
-
-    def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
-        """Run stage k for its plain logits on the host, to compare engines."""
-
-    def room(self, state: State, samples: int) -> State:
-        """Memory for a state of so many samples like this one's, which `run` leaves alone."""
-
-    def put(self, state: State, rows: np.ndarray, room: State, begin: int) -> None:
-        """Copy some rows of a state into a room, from its row `begin` on."""
+from offramp.common.formatting import millions
+from offramp.measuring.policy import Policy, leaves, shares_of
+from offramp.running.engines.protocol import Engine
 
 
-def warm(engine: Engine, images: np.ndarray) -> None:
-    """Let an engine choose its algorithms and capture its stages for batches like this one, in every slot."""
-    with engine.active():
-        for slot in range(engine.ahead + 2 if engine.ahead else 1):
-            engine.use(slot)
-            state = engine.begin(images)
-            for k in range(1, engine.num_exits + 1):
-                verdict, state = engine.run(k, state)
-                engine.judge(k, verdict)
-        engine.use(0)
+@dataclass(frozen=True)
+class ExitResult:
+    """Per sample: the class answered, how sure the exit was, the exit (from 1), its cost, whether it was forced out."""
+
+    labels: np.ndarray
+    confidences: np.ndarray
+    exits: np.ndarray
+    mul_adds: np.ndarray
+    forced: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def shares(self, num_exits: int) -> tuple[float, ...]:
+        """The share of samples that left at each exit."""
+        return shares_of(self.exits, num_exits)
+
+    @staticmethod
+    def empty(samples: int) -> ExitResult:
+        """Room for `samples` results."""
+        return ExitResult(
+            np.zeros(samples, np.int64),
+            np.zeros(samples, np.float32),
+            np.zeros(samples, np.int64),
+            np.zeros(samples, np.int64),
+            np.zeros(samples, bool),
+        )
 
 
-def wait(engine: Engine) -> None:
-    """Until a device has done all that it was told to."""
-    getattr(engine, "wait", lambda: None)()
-
-
-def copied(engine: Engine, state: State) -> State:
-    """A state in memory of its own."""
-    samples = len(state[0])
-    room = engine.room(state, samples)
-    engine.put(state, np.arange(samples), room, 0)
-    return room
+def ceiling(costs: Sequence[int], max_exit: int | None = None, max_mul_adds: float | None = None) -> int:
+    """The last exit that may be used under both limits."""
+    last = len(costs)
+    if max_exit is not None:
+        if not 1 <= max_exit <= last:
+            raise ValueError(f"max_exit must lie between 1 and {last}, got {max_exit}")
+        last = max_exit
+    if max_mul_adds is not None:
+        affordable = sum(cost <= max_mul_adds for cost in costs)
+        if not affordable:
+            raise ValueError(f"max_mul_adds {millions(max_mul_adds)} is below exit 1's cost, {millions(costs[0])}")
+        last = min(last, affordable)
+    return last
 
 
 class Packing(Protocol):
@@ -134,11 +115,11 @@ class Runtime:
             logits, state = self.engine.run(k, state)
             confidences, labels = self.engine.judge(k, logits)
             self._seconds[k, len(going).bit_length()] = time.perf_counter() - began
-            leaves = going & self._confident(k, confidences)
-            if k == last or self._too_late(k + 1, int((going & ~leaves).sum()), until):
-                leaves = going.copy()
-            self._record(result, k, inside, leaves, labels, confidences)
-            going &= ~leaves
+            leaving = going & self._confident(k, confidences)
+            if k == last or self._too_late(k + 1, int((going & ~leaving).sum()), until):
+                leaving = going.copy()
+            self._record(result, k, inside, leaving, labels, confidences)
+            going &= ~leaving
             staying = int(going.sum())
             if not staying:
                 break
@@ -160,18 +141,18 @@ class Runtime:
         """Who may leave at exit k; at the last one everybody. Not a number is never confident."""
         if k == self.engine.num_exits:
             return np.ones(len(confidences), bool)
-        return confidences >= np.float32(self.policy.thresholds[k - 1])
+        return leaves(confidences, self.policy.thresholds[k - 1])
 
     def _record(
         self,
         result: ExitResult,
         k: int,
         inside: np.ndarray,
-        leaves: np.ndarray,
+        leaving: np.ndarray,
         labels: np.ndarray,
         confidences: np.ndarray,
     ) -> None:
-        who = inside[leaves]
-        result.labels[who], result.confidences[who] = labels[leaves], confidences[leaves]
+        who = inside[leaving]
+        result.labels[who], result.confidences[who] = labels[leaving], confidences[leaving]
         result.exits[who], result.mul_adds[who] = k, self.costs[k - 1]
-        result.forced[who] = ~self._confident(k, confidences)[leaves]
+        result.forced[who] = ~self._confident(k, confidences)[leaving]

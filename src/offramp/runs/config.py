@@ -1,17 +1,20 @@
 """What a run is made of: frozen dataclasses, read from TOML or JSON, checked field by field.
 
 `with_settings` applies `key=value` changes, `RunConfig.from_json` and `to_json` go to the run folder and back.
+Defaults stand here and nowhere else. So do choice lists, as `Literal` types; what can be registered is looked up by
+name instead.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from offramp.common.names import unknown
 
@@ -23,8 +26,12 @@ def _at_least(low: float, default: Any) -> Any:
     return field(default=default, metadata={"min": low})
 
 
-def _one_of(*choices: str) -> Any:
-    return field(default=choices[0], metadata={"choices": choices})
+def _between(low: float, high: float, default: Any) -> Any:
+    return field(default=default, metadata={"min": low, "max": high})
+
+
+def _table() -> Any:
+    return field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -33,14 +40,17 @@ class ModelConfig:
 
     name: str = "msdnet-tiny"
     num_classes: int | None = _at_least(2, None)
-    overrides: dict[str, Any] = field(default_factory=dict)
+    overrides: dict[str, Any] = _table()
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Which data. What is None is left to the data set; what a data set does not know it refuses."""
+    """Which data. What is None is left to the data set; what a data set does not know it refuses.
 
-    name: str = _one_of("digits", "cifar10", "cifar100", "imagefolder")
+    `augmentation` None takes the data set's own; `options` go to a data set of your own as they are.
+    """
+
+    name: str = "digits"
     dir: str | None = None
     calibration: int | None = _at_least(0, None)
     imbalance: float | None = _at_least(1, None)
@@ -49,16 +59,18 @@ class DataConfig:
     image_size: int | None = _at_least(8, None)
     workers: int | None = _at_least(0, None)
     download: bool | None = None
+    augmentation: str | None = None
+    options: dict[str, Any] = _table()
 
-    def options(self) -> dict[str, Any]:
+    def given(self) -> dict[str, Any]:
         """The settings that go to the data set's loader."""
-        named = {k: v for k, v in asdict(self).items() if k not in ("name", "dir")}
-        return {k: v for k, v in named.items() if v is not None}
+        named = {k: v for k, v in asdict(self).items() if k not in ("name", "dir", "options")}
+        return {k: v for k, v in named.items() if v is not None} | self.options
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How it is trained: SGD, the rate falling to 0 along a cosine.
+    """How it is trained: by an optimiser whose rate falls to 0 along a cosine, on an objective.
 
     A loader batch of `batch` images makes two updates of half a batch. `learning_rate` None means
     0.1 x (batch / 2) / 64. `fast`, on a GPU: the step as a CUDA graph, with kernels of our own.
@@ -66,12 +78,16 @@ class TrainConfig:
 
     epochs: int = _at_least(1, 300)
     batch: int = _at_least(2, 1024)
+    objective: str = "cross_entropy"
+    objective_options: dict[str, Any] = _table()
+    optimizer: str = "sgd"
+    optimizer_options: dict[str, Any] = _table()
     learning_rate: float | None = _at_least(0, None)
     momentum: float = _at_least(0, 0.9)
     weight_decay: float = _at_least(0, 1e-4)
     nesterov: bool = False
     clip_norm: float | None = _at_least(0, None)
-    precision: str = _one_of("auto", "float32", "bfloat16")
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
     fast: bool = True
     eval_every: int = _at_least(1, 1)
     save_seconds: float = _at_least(0, 60.0)
@@ -83,33 +99,48 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class WeightingConfig:
-    """How much each sample counts at each exit; all but `name`, `q` and `exits` are for `learned` (and `frozen`).
+    """How much each sample counts at each exit; the settings from `inputs` to `weight_decay` are for `learned`.
 
     `inputs`, `depth` and `width` shape the weight net, `delta`, `centring` and `bound` its range; `q` shapes
     the shares of the allocation, `objective` the meta loss; every `interval`-th loader batch trains the weight
     net, in the first `until` of training (1 is all of it); afterwards it stays as it is. `order` is the paper's, or
     `delayed`: cheaper, with weights from before the weight net's update. `from_run` is the finished run whose
-    weight net `frozen` takes; `exits` are the weights of `fixed`, one for every exit.
+    weight net `frozen` takes; `exits` are the weights of `fixed`, one for every exit; `options` are for a weighting of
+    your own.
     """
 
-    name: str = _one_of("uniform", "fixed", "ascending", "descending", "selection", "learned", "frozen")
+    name: str = "uniform"
     q: float = _at_least(0.01, 0.75)
-    inputs: str = _one_of("loss", "confidence", "both")
+    inputs: Literal["loss", "confidence", "both"] = "loss"
     depth: int = _at_least(1, 1)
     width: int = _at_least(1, 500)
     delta: float = _at_least(0, 0.8)
-    centring: str = _one_of("exit", "batch", "all", "both")
+    centring: Literal["exit", "batch", "all", "both"] = "exit"
     bound: bool = False
-    objective: str = _one_of("allocated", "whole")
-    look_ahead: str = _one_of("optimizer", "plain")
-    engine: str = _one_of("forward_mode", "double_backward", "finite_difference")
-    order: str = _one_of("exact", "delayed")
+    objective: Literal["allocated", "whole"] = "allocated"
+    look_ahead: Literal["optimizer", "plain"] = "optimizer"
+    engine: Literal["forward_mode", "double_backward", "finite_difference"] = "forward_mode"
+    order: Literal["exact", "delayed"] = "exact"
     interval: int = _at_least(1, 1)
-    until: float = _at_least(0, 1.0)
+    until: float = _between(0, 1, 1.0)
     learning_rate: float = _at_least(0, 1e-4)
     weight_decay: float = _at_least(0, 1e-4)
     from_run: str | None = None
     exits: list[float] | None = _at_least(0, None)
+    options: dict[str, Any] = _table()
+
+    def __post_init__(self) -> None:
+        if self.order == "delayed" and (self.engine != "forward_mode" or self.look_ahead != "optimizer"):
+            raise ValueError(
+                "weighting.order=delayed takes the optimizer's own step as look-ahead and needs engine=forward_mode "
+                f"and look_ahead=optimizer, got {self.engine} and {self.look_ahead}"
+            )
+        if self.name == "frozen" and self.from_run is None:
+            raise ValueError("weighting.name=frozen needs weighting.from_run, the run folder of the weight net")
+        if (self.name == "fixed") != (self.exits is not None):
+            raise ValueError("weighting.name=fixed and weighting.exits, a weight for every exit, need each other")
+        if self.exits is not None and not any(self.exits):
+            raise ValueError("weighting.exits must hold a weight above 0, or nothing is learned")
 
 
 @dataclass(frozen=True)
@@ -123,7 +154,7 @@ class ImtaConfig:
     equilibrium: bool = False
     collaboration: bool = False
     temperature: float = _at_least(0.01, 3.0)
-    gamma: float = _at_least(0, 0.9)
+    gamma: float = _between(0, 1, 0.9)
 
 
 @dataclass(frozen=True)
@@ -148,21 +179,6 @@ class RunConfig:
                 "weighting.engine=finite_difference cannot go with imta.equilibrium, whose scaled gradients no "
                 "difference of forward passes can see; use forward_mode"
             )
-        check_order(self.weighting.order, self.weighting.engine, self.weighting.look_ahead)
-        for name, share in (("imta.gamma", self.imta.gamma), ("weighting.until", self.weighting.until)):
-            if share > 1:
-                raise ValueError(f"{name} must lie between 0 and 1, got {share:g}")
-        if self.weighting.name == "learned" and self.train.clip_norm is not None:
-            raise ValueError(
-                "train.clip_norm cannot go with learned weights: clipping by global norm couples all params, so "
-                "the look-ahead step would no longer be elementwise; leave one of them out"
-            )
-        if self.weighting.name == "frozen" and self.weighting.from_run is None:
-            raise ValueError("weighting.name=frozen needs weighting.from_run, the run folder of the weight net")
-        if (self.weighting.name == "fixed") != (self.weighting.exits is not None):
-            raise ValueError("weighting.name=fixed and weighting.exits, a weight for every exit, need each other")
-        if self.weighting.exits is not None and not any(self.weighting.exits):
-            raise ValueError("weighting.exits must hold a weight above 0, or nothing is learned")
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": 1, **asdict(self)}
@@ -173,15 +189,6 @@ class RunConfig:
         if rest.pop("schema", 1) != 1:
             raise ValueError("this configuration was written by a newer version of offramp")
         return parse(RunConfig, rest)
-
-
-def check_order(order: str, engine: str, look_ahead: str) -> None:
-    """Refuse what the delayed order cannot go with: its look-ahead step is the real one."""
-    if order == "delayed" and (engine != "forward_mode" or look_ahead != "optimizer"):
-        raise ValueError(
-            "order=delayed takes the optimizer's own step as look-ahead and needs engine=forward_mode and "
-            f"look_ahead=optimizer, got {engine} and {look_ahead}"
-        )
 
 
 def parse(cls: type[T], given: Any, path: str = "") -> T:
@@ -203,6 +210,8 @@ def parse(cls: type[T], given: Any, path: str = "") -> T:
 def _parse_field(hint: Any, value: Any, where: str, limits: Mapping[str, Any]) -> Any:
     if is_dataclass(hint):
         return parse(typing.cast(type, hint), value, where)
+    if typing.get_origin(hint) is Literal:
+        return _parse_choice(typing.get_args(hint), value, where)
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and types.NoneType in allowed:
         return None
@@ -215,11 +224,21 @@ def _parse_field(hint: Any, value: Any, where: str, limits: Mapping[str, Any]) -
         raise ValueError(f"{where} must be a finite number, got {value!r}")
     if kind is list:
         return [_parse_field(typing.get_args(allowed[0])[0], item, where, limits) for item in value]
-    if "choices" in limits and value not in limits["choices"]:
-        raise ValueError(unknown(where, value, limits["choices"]))
+    _check_limits(value, where, limits)
+    return value
+
+
+def _parse_choice(choices: tuple[str, ...], value: Any, where: str) -> str:
+    if value not in choices:
+        raise ValueError(unknown(where, value, choices))
+    return str(value)
+
+
+def _check_limits(value: Any, where: str, limits: Mapping[str, Any]) -> None:
+    if "max" in limits and not limits["min"] <= value <= limits["max"]:
+        raise ValueError(f"{where} must lie between {limits['min']:g} and {limits['max']:g}, got {value!r}")
     if "min" in limits and not value >= limits["min"]:
         raise ValueError(f"{where} must be {limits['min']:g} or more, got {value!r}")
-    return value
 
 
 _KINDS = {
@@ -258,16 +277,40 @@ def data_config(name: str, settings: Iterable[str]) -> DataConfig:
 
 
 def decisive(config: RunConfig) -> RunConfig:
-    """A configuration without what does not decide the result: seed, place of the data, how often things are saved.
+    """A configuration without what does not decide the result.
 
-    Nor does it have what training fills in for IMTA's second phase.
+    That is the seed, where the data lie and how they are read, how often things are saved, and what training fills in
+    for IMTA's second phase.
     """
     plain = TrainConfig()
     train = replace(config.train, eval_every=plain.eval_every, save_seconds=plain.save_seconds)
     implied = ("collaboration",) if config.imta.collaboration else ()
     overrides = {key: value for key, value in config.model.overrides.items() if key not in implied}
     model = replace(config.model, overrides=overrides)
-    return replace(config, seed=0, model=model, data=replace(config.data, dir=None), train=train)
+    return replace(config, seed=0, model=model, data=replace(config.data, **_HOW_DATA_ARE_READ), train=train)
+
+
+_HOW_DATA_ARE_READ: dict[str, Any] = {"dir": None, "workers": None, "download": None}
+
+
+def all_but_weighting(config: RunConfig) -> str:
+    """Everything that decides a run's result but the weighting, as text: equal where runs differ in nothing else."""
+    table = replace(decisive(config), weighting=WeightingConfig(), recipe=None).to_json()
+    return json.dumps(table, sort_keys=True)
+
+
+def same_but_for_weighting(one: RunConfig, other: RunConfig) -> bool:
+    """Whether two runs differ in nothing that decides their results but the weighting; seeds aside."""
+    return all_but_weighting(one) == all_but_weighting(other)
+
+
+def same_network_and_data(one: RunConfig, other: RunConfig) -> bool:
+    """Whether two runs trained the same network on the same images; how, and how many were held out, aside."""
+    first, second = (
+        (own.model.name, own.model.overrides, own.data.name, own.data.imbalance, own.data.image_size, own.imta)
+        for own in map(decisive, (one, other))
+    )
+    return first == second
 
 
 def parse_setting(setting: str) -> tuple[str, Any]:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from offramp import __version__
 from offramp.common.files import read_json, write_bytes, write_json
@@ -22,16 +22,27 @@ from offramp.runs.config import RunConfig
 if TYPE_CHECKING:
     import torch
 
-    from offramp.data import Dataset
-
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
 METRICS = "metrics.jsonl"
 DATA = "data.json"
+POLICY = "policy.json"
+WEIGHTS = "model.safetensors"  # the trained network, at the end
 PHASE1 = "phase1"  # the first of two phases is a run of its own, in the folder of the whole
 
 
-def begin_run(folder: Path, config: RunConfig, data: Dataset, device: torch.device, resume: bool) -> None:
+class KnownData(Protocol):
+    """What a run remembers of its data."""
+
+    name: str
+    class_names: tuple[str, ...]
+
+    @property
+    def identity(self) -> str:
+        """A digest of what decides classes and splits."""
+
+
+def begin_run(folder: Path, config: RunConfig, data: KnownData, device: torch.device, resume: bool) -> None:
     """Make the folder, or check that it holds the same run if it is to go on."""
     known = folder / CONFIG
     if known.exists():
@@ -49,7 +60,7 @@ def begin_run(folder: Path, config: RunConfig, data: Dataset, device: torch.devi
     write_json(folder / ENVIRONMENT, environment(device))
 
 
-def refuse_other_data(folder: Path, data: Dataset) -> None:
+def refuse_other_data(folder: Path, data: KnownData) -> None:
     """Raise if a run began with other data: what it was trained on could now be among what it is tested on."""
     if not (folder / DATA).is_file():  # runs of older versions do not tell
         return

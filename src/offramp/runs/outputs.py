@@ -76,7 +76,7 @@ class EvalSummary:
 
 
 @dataclass(frozen=True)
-class Outputs:
+class SavedOutputs:
     """The saved outputs of one split; logits [K, N, C] stay on the disk until they are looked at."""
 
     logits: np.ndarray
@@ -104,7 +104,7 @@ def read_summary(run: str | Path) -> EvalSummary:
     return found
 
 
-def read_outputs(run: str | Path, split: str) -> Outputs:
+def read_outputs(run: str | Path, split: str) -> SavedOutputs:
     """The saved outputs of a split; an empty split and damaged files are a sentence each."""
     summary = read_summary(run)
     if split not in summary.samples:
@@ -123,7 +123,7 @@ def read_outputs(run: str | Path, split: str) -> Outputs:
         raise ValueError(f"{folder / 'labels.npy'} has classes that the network does not have; evaluate the run again")
     thumbs = folder / "thumbs.npz"
     images, thumb_index = read_arrays(thumbs, "images", "index") if thumbs.is_file() else (None, None)
-    return Outputs(logits, labels, index, known, images, thumb_index)
+    return SavedOutputs(logits, labels, index, known, images, thumb_index)
 
 
 def read_array(path: Path, mapped: bool = False) -> np.ndarray:

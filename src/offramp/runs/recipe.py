@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from offramp.common.names import unknown
-from offramp.runs.config import RunConfig, parse
+from offramp.runs.config import RunConfig, parse, same_network_and_data
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,15 @@ def load_recipe(name_or_path: str) -> Recipe:
     paper = table.pop("paper_top1", None)
     config = parse(RunConfig, {**table, "recipe": name})
     return Recipe(name, _claim(text), config, None if paper is None else tuple(float(top1) for top1 in paper))
+
+
+def recipe_of(config: RunConfig) -> Recipe | None:
+    """The packaged recipe that a run was trained with, if network, data and the kind of weighting are still its own."""
+    if config.recipe not in list_recipes():
+        return None
+    recipe = load_recipe(config.recipe)
+    same = same_network_and_data(recipe.config, config) and recipe.config.weighting.name == config.weighting.name
+    return recipe if same else None
 
 
 def _packaged() -> Any:

@@ -17,12 +17,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from offramp import __version__
 from offramp.measuring.policy import Policy
 from offramp.running.bundle import Bundle
-from offramp.serve.answers import REQUEST_BODY, Answer, answer
 from offramp.serve.config import ServeConfig
-from offramp.serve.forms import Limits, first_sentence
-from offramp.serve.intake import FULL, RETRY_S
 from offramp.serve.metrics import ENOUGH, Metrics
 from offramp.serve.page import Page, build_page
+from offramp.serve.requests import FULL, RETRY_S, Limits, first_sentence
+from offramp.serve.responses import REQUEST_BODY, Answer, response
 from offramp.serve.service import ClientGone, Service, StageFailed
 
 GONE = 499  # for the metrics only: nobody is there to read it
@@ -67,7 +66,7 @@ def _add_predict(app: FastAPI, service: Service) -> None:
             given = await service.predict(request, limits)
         except (ClientGone, ClientDisconnect):
             return Response(status_code=GONE)
-        return JSONResponse(answer(service.bundle, given, service.config.reveal_exit))
+        return JSONResponse(response(service.bundle, given, service.config.reveal_exit))
 
 
 def _add_views(app: FastAPI, service: Service) -> None:

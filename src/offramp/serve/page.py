@@ -10,7 +10,7 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from offramp.common.console import millions
+from offramp.common.formatting import millions
 from offramp.running.bundle import Bundle
 from offramp.serve.service import Service
 

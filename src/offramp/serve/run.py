@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from offramp.common.console import console
 from offramp.running.bundle import load_bundle
-from offramp.running.runtime import warm
+from offramp.running.engines.protocol import warm
 from offramp.serve.app import create_app
 from offramp.serve.config import ServeConfig
 

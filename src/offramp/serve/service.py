@@ -23,9 +23,8 @@ from offramp.running.bundle import Bundle
 from offramp.running.pool import Left, Pool, Ticket
 from offramp.serve.clients import Bucket, Clients, client_name
 from offramp.serve.config import ServeConfig
-from offramp.serve.forms import Form, Limits, parse
-from offramp.serve.intake import Buffer, body_of, decode, full
 from offramp.serve.metrics import Metrics
+from offramp.serve.requests import Buffer, Form, Limits, body_of, decode, full, parse
 from offramp.serve.worker import Over, Worker
 
 BODIES = 32  # of the largest size, that fit into memory at a time
@@ -53,7 +52,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Answers:
+class RequestResult:
     """How a request's images left; `limits` are the client's own, `limited` says whether any limit held."""
 
     left: list[Left]
@@ -95,7 +94,7 @@ class Service:
     def overloaded(self) -> bool:
         return 2 * self.taken > self.config.queue
 
-    async def predict(self, request: Request, limits: Limits) -> Answers:
+    async def predict(self, request: Request, limits: Limits) -> RequestResult:
         """Everything between a request and its answers; refusals are HTTP exceptions."""
         arrived = time.perf_counter()
         if not self.worker.alive:
@@ -105,7 +104,7 @@ class Service:
         tickets = self._tickets(len(images), limits, bucket, arrived)
         self.worker.submit(images, tickets)
         left = await _first(request, tickets)
-        return Answers(left, limits, any(ticket.key.limited for ticket in tickets))
+        return RequestResult(left, limits, any(ticket.key.limited for ticket in tickets))
 
     async def _enter(self, request: Request, limits: Limits, bucket: Bucket | None) -> tuple[np.ndarray, Limits]:
         """The images of a request, ready for the network, each with a place in the queue; and its limits."""

@@ -35,7 +35,6 @@ class Worker:
     def __init__(self, pool: Pool, tell: Callable[[list[Over]], None]) -> None:
         self.pool, self.tell = pool, tell
         self.coming = 0  # requests that are still being read; while there are none nobody needs to wait for them
-        self.failures = 0
         self._inside: dict[int, Ticket] = {}
         self._arrived: list[tuple[np.ndarray, Sequence[Ticket]]] = []
         self._changed = threading.Condition()
@@ -115,7 +114,6 @@ class Worker:
         self._tell(left)
 
     def _failed(self) -> None:
-        self.failures += 1
         log.exception("a stage failed; the images in it are answered with an error, the server goes on")
 
     def _expire(self) -> None:

@@ -6,7 +6,6 @@ that is complete. Every file's sha256 is in `state.json`; a damaged state is rep
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import shutil
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offramp.common.files import read_json, write_json
-from offramp.models.store import read_tensors, write_tensors
+from offramp.common.files import check_digests, read_json, sha256, write_json
+from offramp.models.weights import read_tensors, write_tensors
 
 log = logging.getLogger("offramp")
 
@@ -27,7 +26,7 @@ Parts = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True)
-class State:
+class Checkpoint:
     """What a run needs to go on at `step`: named groups of tensors and a little JSON."""
 
     step: int
@@ -35,13 +34,13 @@ class State:
     info: dict[str, Any]
 
 
-def save_state(run: Path, state: State) -> None:
+def save_checkpoint(run: Path, state: Checkpoint) -> None:
     """Make `state` the run's `last/`, keeping the one before as `last.1/`."""
     new, last, older = run / "last.new", run / "last", run / "last.1"
     shutil.rmtree(new, ignore_errors=True)
     for name, tensors in state.parts.items():
         write_tensors(new / f"{name}.safetensors", tensors)
-    sums = {p.name: _sha256(p) for p in sorted(new.glob("*.safetensors"))}
+    sums = {p.name: sha256(p) for p in sorted(new.glob("*.safetensors"))}
     write_json(new / "state.json", {"schema": 1, "step": state.step, "info": state.info, "sha256": sums})
     if last.exists():
         shutil.rmtree(older, ignore_errors=True)
@@ -49,12 +48,12 @@ def save_state(run: Path, state: State) -> None:
     os.replace(new, last)
 
 
-def load_state(run: Path) -> State | None:
+def load_checkpoint(run: Path) -> Checkpoint | None:
     """The newest state that is whole; None if the run has none."""
     found = [folder for name in ("last", "last.1") if (folder := run / name).is_dir()]
     for folder in found:
         try:
-            return _read_state(folder)
+            return _read_checkpoint(folder)
         except ValueError as error:
             log.warning("resume state damaged, trying the one before it: %s", error)
     if found:
@@ -62,24 +61,14 @@ def load_state(run: Path) -> State | None:
     return None
 
 
-def _read_state(folder: Path) -> State:
+def _read_checkpoint(folder: Path) -> Checkpoint:
     head = read_json(folder / "state.json")
     try:
         step, info, sums = int(head["step"]), dict(head["info"]), dict(head["sha256"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{folder / 'state.json'} lacks step, info or sha256") from error
-    parts = {}
-    for name, expected in sums.items():
-        path = folder / name
-        if not path.is_file() or _sha256(path) != expected:
-            raise ValueError(f"{path} is missing or not what was saved")
-        parts[path.stem] = read_tensors(path)
-    return State(step, parts, info)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    check_digests(folder, sums)
+    return Checkpoint(step, {Path(name).stem: read_tensors(folder / name) for name in sums}, info)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""A training step as a CUDA graph: the same `iterate`, recorded once, then replayed without Python.
+"""A training step as a CUDA graph: the same step, captured once, then replayed without Python.
 
 A step of a network with exits is thousands of small kernels; launching them one by one takes longer than running
-them. A graph is recorded for steps that train the weight net and one for steps that do not. What no graph can hold
+them. A graph is captured for steps that train the weight net and one for steps that do not. What no graph can hold
 (a network that draws numbers, several processes, an operation that waits) runs eagerly, and the reason is said once.
 """
 
@@ -15,20 +15,20 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
+from offramp.common.seeds import generator_states, set_generator_states
 from offramp.training.checkpoint import optimizer_tensors
-from offramp.training.meta_gradient import generator_states, set_generator_states
-from offramp.training.rates import rates_on_device
-from offramp.training.step import HalfResult, Method, iterate
-from offramp.training.weighting import LearnedWeighting
+from offramp.training.method import Method
+from offramp.training.optimizers import rates_on_device
+from offramp.training.step import HalfResult, train_step
 
 log = logging.getLogger("offramp")
 WARM_UP = 2
-Iterate = Callable[..., list[HalfResult]]
+TrainStep = Callable[..., list[HalfResult]]
 
 
 @dataclass(frozen=True)
-class Recorded:
-    """A graph, the tensors it reads a batch from and those it leaves its results in."""
+class Captured:
+    """A graph, the buffers it reads a batch from and those it leaves its results in."""
 
     graph: torch.cuda.CUDAGraph
     images: Tensor
@@ -42,44 +42,41 @@ class Recorded:
         return self.results
 
 
-class Stepper:
-    """Runs steps on loader batches. Results are good until the next step: a graph writes them to the same place."""
+class NotCapturable(Exception):
+    """A step does something that a graph would not repeat."""
+
+
+class CapturedStep:
+    """Trains on loader batches by replaying graphs. Results are good until the next step, which overwrites them."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        method: Method,
-        run: Iterate = iterate,
-        *,
-        capture: bool = False,
+        self, module: nn.Module, optimizer: torch.optim.Optimizer, method: Method, run: TrainStep = train_step
     ) -> None:
         self.module, self.optimizer, self.method, self.run = module, optimizer, method, run
         self.device = next(module.parameters()).device
-        self.captures = capture and self.device.type == "cuda" and method.world.size == 1
-        self._recorded: dict[tuple[bool, torch.Size], Recorded] = {}
+        self.captures = self.device.type == "cuda" and method.processes.size == 1
+        self._captured: dict[tuple[bool, torch.Size], Captured] = {}
         if self.captures:
             self._pool = torch.cuda.graph_pool_handle()
-            rates_on_device(optimizer, self.device)
-            if isinstance(method.weighting, LearnedWeighting):
-                rates_on_device(method.weighting.optimizer, self.device)
+            for each in (optimizer, *method.weighting.optimizers()):
+                rates_on_device(each, self.device)
 
     def __call__(self, images: Tensor, labels: Tensor, step: int) -> list[HalfResult]:
         """Two updates on a loader batch."""
-        key = (self.method.learns(step), images.shape)
-        if self.captures and key not in self._recorded:
+        key = (self.method.weighting.learns(step), images.shape)
+        if self.captures and key not in self._captured:
             try:
-                self._recorded[key] = self._record(images, labels, step)
+                self._captured[key] = self._capture(images, labels, step)
             except (RuntimeError, NotCapturable) as error:
                 self.captures = False
                 reason = str(error.__context__ or error).splitlines()[0]
                 log.warning("the training step cannot be captured as a CUDA graph, it runs eagerly: %s", reason)
         if self.captures:
-            return self._recorded[key].replay(images, labels)
+            return self._captured[key].replay(images, labels)
         return self.run(self.module, self.optimizer, self.method, images, labels, step)
 
-    def _record(self, images: Tensor, labels: Tensor, step: int) -> Recorded:
-        """Run a few steps for their side effects on libraries, undo them, and record one."""
+    def _capture(self, images: Tensor, labels: Tensor, step: int) -> Captured:
+        """Run a few steps for their side effects on libraries, undo them, and capture one."""
         _say_why_it_takes_a_while()
         images, labels = images.clone(memory_format=torch.preserve_format), labels.clone()
         draws, before = generator_states(self.device), {k: t.clone() for k, t in self._tensors().items()}
@@ -97,10 +94,10 @@ class Stepper:
             set_generator_states(draws, self.device)
             raise NotCapturable("the network draws random numbers")
         graph = torch.cuda.CUDAGraph()
-        # Other threads may speak to the device meanwhile: a loader's, for example.
+        # Other threads may use the device meanwhile: a loader's, for example.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             results = self.run(self.module, self.optimizer, self.method, images, labels, step)
-        return Recorded(graph, images, labels, results)
+        return Captured(graph, images, labels, results)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Everything that a step changes, by name."""
@@ -113,8 +110,4 @@ class Stepper:
 
 @cache
 def _say_why_it_takes_a_while() -> None:
-    log.info("recording the training step; where it never ran, its kernels are compiled first, for about a minute")
-
-
-class NotCapturable(Exception):
-    """A step does something that a graph would not repeat."""
+    log.info("capturing the training step; where it never ran, its kernels are compiled first, for about a minute")

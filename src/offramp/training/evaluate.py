@@ -23,7 +23,7 @@ from offramp.common.seeds import mix
 from offramp.data import Batch, Dataset, load_dataset
 from offramp.models.cost import ExitCost, exit_costs, lazy_costs
 from offramp.models.exits import ExitNet
-from offramp.models.store import load_model
+from offramp.models.registry import load_model
 from offramp.runs.config import RunConfig
 from offramp.runs.folder import read_config, refuse_other_data
 from offramp.runs.outputs import EVAL, SUMMARY, EvalSummary, ExitScore
@@ -75,7 +75,7 @@ def _evaluate(config: RunConfig, model: ExitNet, data: Dataset, folder: Path, pl
 
 def _load_data(config: RunConfig, data_dir: str | Path | None) -> Dataset:
     place = config.data.dir if data_dir is None else data_dir
-    return load_dataset(config.data.name, data_dir=place, seed=config.seed, **config.data.options())
+    return load_dataset(config.data.name, data_dir=place, seed=config.seed, **config.data.given())
 
 
 def _score(cost: ExitCost, hits: np.ndarray, samples: int) -> ExitScore:

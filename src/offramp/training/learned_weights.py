@@ -9,28 +9,27 @@ for images, labels in loader:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from offramp.common.names import unknown
-from offramp.measuring.shares import exit_counts
-from offramp.runs.config import check_order
+from offramp.runs.config import WeightingConfig, parse
 from offramp.training.lookahead import check_optimizer
-from offramp.training.meta_gradient import ENGINES
-from offramp.training.objectives.losses import META_OBJECTIVES
-from offramp.training.rates import cosine
-from offramp.training.step import ORDERS, Method, iterate
-from offramp.training.weighting import CENTRINGS, INPUTS, LearnedWeighting
+from offramp.training.method import Method
+from offramp.training.optimizers import cosine
+from offramp.training.step import train_step
+from offramp.training.tape import use_taped_layers
+from offramp.training.weighting import Context, new_weighting
 
 
 class LearnedWeights:
     """Trains `model` (any module that returns a list of logits) with weights that are learned along.
 
-    `total_steps` lets the weight net's rate fall to 0 along a cosine; without it the rate stays. The other
-    settings are those of the method page; the defaults are the paper's for CIFAR.
+    `settings` are those of a run's `[weighting]` (docs/methods/learned-weights.md): `q`, `delta`, `centring`,
+    `bound`, `inputs`, `interval`, `objective`, `order` and more; the defaults are the paper's for CIFAR.
+    `weighting` names another registered weighting. `total_steps` lets the weight net's rate fall to 0 along a
+    cosine; without it the rate stays.
     """
 
     def __init__(
@@ -39,57 +38,23 @@ class LearnedWeights:
         optimizer: torch.optim.Optimizer,
         *,
         num_exits: int,
-        q: float = 0.75,
-        delta: float = 0.8,
-        centring: str = "exit",
-        bound: bool = False,
-        inputs: str = "loss",
-        depth: int = 1,
-        width: int = 500,
-        interval: int = 1,
-        until: float = 1.0,
-        objective: str = "allocated",
-        look_ahead: str = "optimizer",
-        engine: str = "forward_mode",
-        order: str = "exact",
-        learning_rate: float = 1e-4,
-        weight_decay: float = 1e-4,
+        weighting: str = "learned",
         total_steps: int | None = None,
         seed: int = 0,
+        **settings: Any,
     ) -> None:
         check_optimizer(optimizer)
-        _check("centring", centring, CENTRINGS)
-        _check("inputs", inputs, INPUTS)
-        _check("objective", objective, META_OBJECTIVES)
-        _check("look_ahead", look_ahead, ("optimizer", "plain"))
-        _check("engine", engine, ENGINES)
-        _check("order", order, ORDERS)
-        check_order(order, engine, look_ahead)
-        if interval < 1:
-            raise ValueError(f"interval must be 1 or more loader batches, got {interval}")
-        if not 0 <= until <= 1:
-            raise ValueError(f"until must lie between 0 and 1, got {until:g}")
-        if until < 1 and total_steps is None:
+        own = parse(WeightingConfig, {"name": weighting, **settings})
+        if own.until < 1 and total_steps is None:
             raise ValueError("until, a share of training, needs total_steps")
-        exit_counts(1, num_exits, q)  # refuses a bad q
-        if engine == "finite_difference" and getattr(model, "equilibrium", False):
+        fork = getattr(model, "fork", None)
+        if own.engine == "finite_difference" and getattr(fork, "changes_gradients", False):
             raise ValueError("engine finite_difference cannot see gradient equilibrium; use forward_mode")
         self.model, self.optimizer, self.total_steps, self.steps = model, optimizer, total_steps, 0
-        self.weighting = LearnedWeighting(
-            num_exits,
-            inputs=inputs,
-            depth=depth,
-            width=width,
-            delta=delta,
-            centring=centring,
-            bound=bound,
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
-            seed=seed,
-            device=next(model.parameters()).device,
-        )
-        last = None if total_steps is None else ceil(until * total_steps)
-        self.method = Method(self.weighting, ENGINES[engine], q, objective, look_ahead, interval, last, order)
+        use_taped_layers(model)
+        context = Context(num_exits, total_steps, seed, next(model.parameters()).device)
+        self.weighting = new_weighting(own, context)
+        self.method = Method(self.weighting, own)
 
     def step(self, images: Tensor, labels: Tensor) -> dict[str, float]:
         """Two updates on a batch, one per half; the logged values are means over both."""
@@ -97,7 +62,7 @@ class LearnedWeights:
             raise ValueError("a batch needs at least two samples: one half trains, the other guides the weights")
         if self.total_steps:
             self.weighting.set_rate(cosine(min(self.steps, self.total_steps), self.total_steps))
-        halves = iterate(self.model, self.optimizer, self.method, images, labels, self.steps)
+        halves = train_step(self.model, self.optimizer, self.method, images, labels, self.steps)
         self.steps += 1
         values = {"loss": torch.stack([h.loss for h in halves]).mean()}
         for k, column in enumerate(torch.cat([h.losses_BK for h in halves]).mean(0), start=1):
@@ -118,8 +83,3 @@ class LearnedWeights:
         """Put back what `state_dict` gave."""
         self.steps = int(state["steps"])
         self.weighting.load_tensors(state["weighting"])
-
-
-def _check(what: str, given: str, allowed: Any) -> None:
-    if given not in allowed:
-        raise ValueError(unknown(what, given, allowed))

@@ -1,8 +1,8 @@
-"""The training loop: batch -> losses -> weights -> step -> log -> save.
+"""The training loop: batch -> step -> log -> save.
 
-A loop goes on by one step each time it is asked, so that several can share a device. Every draw follows from the
-seed and the step (seeds.py), so a run that was stopped anywhere goes on as if it had not been. Nothing in a step
-waits for the device.
+It goes on by one step each time it is asked, so that several runs can share a device. Every draw follows from the
+seed and the step (common/seeds.py), so a run that was stopped anywhere goes on as if it had not been. Nothing in a
+step waits for the device.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,21 +23,28 @@ from offramp.common.device import suits_kernels, training_dtype
 from offramp.common.seeds import mix
 from offramp.common.signals import Stopped
 from offramp.data import Dataset
-from offramp.models import store
 from offramp.models.exits import ExitNet
-from offramp.models.layers import use_kernels
+from offramp.models.weights import load_tensors, write_tensors
 from offramp.runs.config import RunConfig
-from offramp.runs.folder import MetricsLog, begin_run, forget_unsaved
-from offramp.training.build import new_method, new_optimizer
-from offramp.training.checkpoint import State, load_optimizer_tensors, load_state, optimizer_tensors, save_state
-from offramp.training.cuda_graph import Stepper
+from offramp.runs.folder import WEIGHTS, MetricsLog, begin_run, forget_unsaved
+from offramp.training.checkpoint import (
+    Checkpoint,
+    load_checkpoint,
+    load_optimizer_tensors,
+    optimizer_tensors,
+    save_checkpoint,
+)
+from offramp.training.cuda_graph import CapturedStep
 from offramp.training.evaluate import accuracy
-from offramp.training.meta_gradient import Criterion
-from offramp.training.processes import World
-from offramp.training.rates import cosine, set_rate
-from offramp.training.step import HalfResult, Method, iterate
+from offramp.training.lookahead import check_optimizer
+from offramp.training.method import Method, Prepare
+from offramp.training.objectives import Objective
+from offramp.training.optimizers import cosine, new_optimizer, set_rate
+from offramp.training.processes import Processes
+from offramp.training.step import HalfResult, train_step
 from offramp.training.tally import Tally, kept_in, save_samples
-from offramp.training.weighting import LearnedWeighting, Weighting
+from offramp.training.tape import use_taped_layers
+from offramp.training.weighting import Context, new_weighting
 
 
 @dataclass(frozen=True)
@@ -45,13 +53,13 @@ class Setup:
 
     data: Dataset
     device: torch.device
-    world: World
+    processes: Processes
     caught: list[int] = field(default_factory=list)
     together: int = 1
 
     @property
     def writes(self) -> bool:
-        return self.world.rank == 0
+        return self.processes.rank == 0
 
     def begin(self, out: Path, config: RunConfig, resume: bool) -> None:
         """Make or check the run folder, in the first process; the others wait for it."""
@@ -61,13 +69,31 @@ class Setup:
                 begin_run(out, config, self.data, self.device, resume)
             except ValueError as error:
                 refused = error
-        if self.world.any([refused is not None])[0]:
+        if self.processes.any([refused is not None])[0]:
             raise refused or ValueError(f"the first process cannot use {out}")
 
 
 @dataclass(frozen=True)
-class Event:
-    """What a loop has just done: begun (`total` steps, `done` of them earlier), or trained on `images`.
+class Phase:
+    """What is trained, on which objective, and into which folder.
+
+    `model` is what is saved; `module` what is called: the model or a part of it. Not `final`: another phase
+    follows, so a request to stop still counts after the last step.
+    """
+
+    config: RunConfig
+    out: Path
+    model: ExitNet
+    module: nn.Module
+    objective: Objective
+    resume: bool
+    prepare: Prepare | None = None
+    final: bool = True
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a phase has just done: begun (`total` steps, `done` of them earlier), or trained on `images`.
 
     `line` is for people, at the end of an epoch; `now` says what comes next.
     """
@@ -79,47 +105,29 @@ class Event:
     now: str = "training"
 
 
-@dataclass(frozen=True)
-class Phase:
-    """What is trained, and into which folder.
-
-    `model` is what is saved; `module` what is called: the model or a wrapper around it. Not `final`: another phase
-    follows, so a request to stop still counts after the last step.
-    """
-
-    config: RunConfig
-    out: Path
-    model: ExitNet
-    module: nn.Module
-    criterion: Criterion
-    resume: bool
-    final: bool = True
-
-
-def fit(phase: Phase, setup: Setup) -> Iterator[Event]:
-    """Train, one step per event; what fails before anything is saved leaves no folder behind."""
+def train_phase(phase: Phase, setup: Setup) -> Iterator[Progress]:
+    """Train, one step each time it is asked; what fails before anything is saved leaves no folder behind."""
     setup.begin(phase.out, phase.config, phase.resume)
     try:
-        yield from _fit(phase, setup)
+        loop = Loop(phase, setup)
+        yield Progress(total=loop.total, done=loop.step)
+        with loop.metrics_log() as metrics:
+            while loop.step < loop.total:
+                loop.set_rates(cosine(loop.step, loop.total))
+                loop.seed_draws()
+                images, labels = next(loop.stream)
+                halves = loop.train_step(images, labels, loop.step)
+                loop.count(halves)
+                line = loop.end_epoch(halves[-1], metrics) if loop.step % loop.steps_per_epoch == 0 else None
+                loop.save_where_due(phase.final)
+                yield Progress(images=phase.config.train.batch, line=line, now=loop.now())
     except ValueError:
         if setup.writes:
             forget_unsaved(phase.out)
         raise
-
-
-def _fit(phase: Phase, setup: Setup) -> Iterator[Event]:
-    loop = Loop(phase, setup)
-    yield Event(total=loop.total, done=loop.step)
-    with MetricsLog(phase.out, loop.step) if setup.writes else nullcontext() as metrics:
-        loop.seconds_before = max(loop.seconds_before, metrics.seconds_before if metrics else 0.0)
-        while loop.step < loop.total:
-            last_half = loop.advance()
-            line = loop.end_epoch(last_half, metrics) if loop.step % loop.steps_per_epoch == 0 else None
-            loop.save_where_due(phase.final)
-            yield Event(images=phase.config.train.batch, line=line, now=loop.now())
     if setup.writes:
-        store.write_tensors(phase.out / store.WEIGHTS, phase.model.state_dict())
-    setup.world.wait()  # a second phase reads what the first process has just written
+        write_tensors(phase.out / WEIGHTS, phase.model.state_dict())
+    setup.processes.wait()  # a second phase reads what the first process has just written
 
 
 class Loop:
@@ -127,44 +135,59 @@ class Loop:
 
     def __init__(self, phase: Phase, setup: Setup) -> None:
         self.config, self.out, self.setup, self.model = phase.config, phase.out, setup, phase.model
-        config, model, module = phase.config, phase.model, phase.module
-        place, world, batch = setup.device, setup.world, config.train.batch
+        config, module, batch = phase.config, phase.module, phase.config.train.batch
         self.steps_per_epoch = setup.data.steps_per_epoch(batch)
         self.total = self.steps_per_epoch * config.train.epochs
-        module.to(place, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
-        fast = config.train.fast and place.type == "cuda"
-        twice = config.weighting.engine == "double_backward"  # our kernels know no second derivative
-        made_for = suits_kernels(training_dtype(config.train.precision, place), place)
-        use_kernels(module, fast and made_for and not twice)
-        self.optimizer = new_optimizer(model, config.train)
-        self.method = new_method(config, model.num_exits, phase.criterion, place, world, self.total)
-        self.tally = Tally(model.num_exits, place)
+        module.to(setup.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+        fast = config.train.fast and setup.device.type == "cuda"
+        use_taped_layers(module, kernels=fast and kernels_suit(config, setup.device))
+        self.optimizer = new_optimizer(phase.model, config.train)
+        self.method = new_method(phase, setup, self.total)
+        if self.method.weighting.taught:
+            check_optimizer(self.optimizer)
+        self.tally = Tally(phase.model.num_exits, setup.device)
         self.step, self.seconds_before = 0, 0.0
         if phase.resume:
-            self.step, self.seconds_before = restore(phase.out, model, self.optimizer, self.method, self.tally)
-        self.stepper = Stepper(module, self.optimizer, self.method, iterate, capture=fast)
-        places = world.own_places(batch) if world.size > 1 else None
-        self.stream = setup.data.stream(batch, config.seed, place, self.step, places)
-        self.saver = Saver(config.train.save_seconds)
+            self.restore()
+        self.train_step = (
+            CapturedStep(module, self.optimizer, self.method)
+            if fast
+            else partial(train_step, module, self.optimizer, self.method)
+        )
+        places = setup.processes.own_places(batch) if setup.processes.size > 1 else None
+        self.stream = setup.data.stream(batch, config.seed, setup.device, self.step, places)
         self.began, self.began_step = time.monotonic(), self.step
+        self.saved = self.began
 
-    def advance(self) -> HalfResult:
-        """One loader batch; gives the result of its second half."""
-        set_rates(self.optimizer, self.method.weighting, self.config.train.initial_rate, cosine(self.step, self.total))
-        # for networks that draw: dropout
-        torch.manual_seed(mix(self.config.seed, "step", self.step, self.setup.world.rank))
-        halves = self.stepper(*next(self.stream), self.step)
+    def metrics_log(self) -> Any:
+        """The log that the first process writes; None in the others."""
+        if not self.setup.writes:
+            return nullcontext()
+        log = MetricsLog(self.out, self.step)
+        self.seconds_before = max(self.seconds_before, log.seconds_before)
+        return log
+
+    def set_rates(self, share: float) -> None:
+        """All learning rates at `share` of their initial values."""
+        set_rate(self.optimizer, share * self.config.train.initial_rate)
+        self.method.weighting.set_rate(share)
+
+    def seed_draws(self) -> None:
+        """For networks that draw, such as those with dropout: what they draw follows from the step."""
+        torch.manual_seed(mix(self.config.seed, "step", self.step, self.setup.processes.rank))
+
+    def count(self, halves: list[HalfResult]) -> None:
+        """Add up what a step saw."""
         for half in halves:
             self.tally.add(half, self.step)
         self.step += 1
-        return halves[-1]
 
     def end_epoch(self, half: HalfResult, metrics: MetricsLog | None) -> str | None:
         """Log the epoch; in the first process, evaluate and give a line for people."""
         self.tally.refuse_non_finite(self.out)
         config, epoch = self.config, self.step // self.steps_per_epoch
         rate = float(self.optimizer.param_groups[0]["lr"])
-        row = {"epoch": epoch, "step": self.step, "learning_rate": rate, **self.tally.means(self.setup.world)}
+        row = {"epoch": epoch, "step": self.step, "learning_rate": rate, **self.tally.means(self.setup.processes)}
         self.tally.reset()
         if metrics is None:
             return None
@@ -182,20 +205,47 @@ class Loop:
 
     def save_where_due(self, final: bool) -> None:
         """Save the state now and then, at the end, and before leaving on request."""
-        world, caught = self.setup.world, self.setup.caught
-        stopping, due = world.any([bool(caught), self.saver.due()])
+        caught = self.setup.caught
+        stopping, due = self.setup.processes.any([bool(caught), self.save_is_due()])
         if due or stopping or self.step == self.total:
             self.tally.refuse_non_finite(self.out)
             refuse_bad_params(self.model, self.step, self.out)
-            info = {"seconds": self.seconds()}
-            state = current_state(self.step, self.model, self.optimizer, self.method, self.tally, info)
+            checkpoint = self.checkpoint()
             if self.setup.writes:
-                save_state(self.out, state)
+                save_checkpoint(self.out, checkpoint)
         if stopping and (self.step < self.total or not final):
             signum = caught[0] if caught else signal.SIGTERM  # another process's
             raise Stopped(
                 signum, f"stopped at step {self.step} of {self.total}, saved; go on with the same command and --resume"
             )
+
+    def save_is_due(self) -> bool:
+        """Whether the last save was long enough ago."""
+        now = time.monotonic()
+        due = now - self.saved >= self.config.train.save_seconds
+        self.saved = now if due else self.saved
+        return due
+
+    def checkpoint(self) -> Checkpoint:
+        """All that is needed to go on from here."""
+        parts = {
+            "model": self.model.state_dict(),
+            "optimizer": optimizer_tensors(self.model, self.optimizer),
+            "weighting": self.method.weighting.tensors(),
+            "tally": self.tally.summed(self.method.processes),
+        }
+        return Checkpoint(self.step, parts, {"seconds": self.seconds()})
+
+    def restore(self) -> None:
+        """Put the run's last state back, if anything was saved yet."""
+        found = load_checkpoint(self.out)
+        if found is None:
+            return
+        load_tensors(self.model, found.parts["model"], self.out / "last")
+        load_optimizer_tensors(self.model, self.optimizer, found.parts["optimizer"])
+        self.method.weighting.load_tensors(found.parts["weighting"])
+        self.tally.load(found.parts["tally"], self.method.processes)
+        self.step, self.seconds_before = found.step, float(found.info.get("seconds", 0.0))  # older ones do not tell
 
     def seconds(self) -> float:
         """That training has taken, with what was spent before it was stopped."""
@@ -207,17 +257,26 @@ class Loop:
         return f"epoch {epoch}/{self.config.train.epochs}" if self.step < self.total else "training"
 
 
-class Saver:
-    """Says when the next save is due."""
+def new_method(phase: Phase, setup: Setup, total_steps: int) -> Method:
+    """The configured way of training."""
+    config, device = phase.config, setup.device
+    dtype = training_dtype(config.train.precision, device)
+    context = Context(phase.model.num_exits, total_steps, config.seed, device)
+    return Method(
+        new_weighting(config.weighting, context),
+        config.weighting,
+        phase.objective,
+        clip_norm=config.train.clip_norm,
+        processes=setup.processes,
+        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
+        prepare=phase.prepare,
+    )
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds, self.last = seconds, time.monotonic()
 
-    def due(self) -> bool:
-        if time.monotonic() - self.last < self.seconds:
-            return False
-        self.last = time.monotonic()
-        return True
+def kernels_suit(config: RunConfig, device: torch.device) -> bool:
+    """Whether our kernels can train so: they are for 16 bits and know no second derivative."""
+    dtype = training_dtype(config.train.precision, device)
+    return suits_kernels(dtype, device) and config.weighting.engine != "double_backward"
 
 
 def refuse_bad_params(model: ExitNet, step: int, run: Path) -> None:
@@ -225,44 +284,6 @@ def refuse_bad_params(model: ExitNet, step: int, run: Path) -> None:
     finite = torch.stack([p.isfinite().all() for p in model.parameters()]).all()
     if not finite:
         raise ValueError(f"the params are not finite after step {step}; {kept_in(run)}")
-
-
-def set_rates(optimizer: torch.optim.Optimizer, weighting: Weighting, initial: float, share: float) -> None:
-    """Both learning rates at `share` of their initial values."""
-    set_rate(optimizer, share * initial)
-    if isinstance(weighting, LearnedWeighting):
-        weighting.set_rate(share)
-
-
-def current_state(
-    step: int,
-    model: ExitNet,
-    optimizer: torch.optim.Optimizer,
-    method: Method,
-    tally: Tally,
-    info: dict[str, Any],
-) -> State:
-    parts = {
-        "model": model.state_dict(),
-        "optimizer": optimizer_tensors(model, optimizer),
-        "weighting": method.weighting.tensors(),
-        "tally": tally.summed(method.world),
-    }
-    return State(step, parts, info)
-
-
-def restore(
-    run: Path, model: ExitNet, optimizer: torch.optim.Optimizer, method: Method, tally: Tally
-) -> tuple[int, float]:
-    """Put the run's last state back; the step to go on from and the seconds it took, 0 if nothing was saved yet."""
-    state = load_state(run)
-    if state is None:
-        return 0, 0.0
-    store.load_state(model, state.parts["model"], run / "last")
-    load_optimizer_tensors(model, optimizer, state.parts["optimizer"])
-    method.weighting.load_tensors(state.parts["weighting"])
-    tally.load(state.parts["tally"], method.world)
-    return state.step, float(state.info.get("seconds", 0.0))  # older states do not tell
 
 
 def held_out(model: ExitNet, data: Dataset, device: torch.device) -> dict[str, Any]:
@@ -273,6 +294,7 @@ def held_out(model: ExitNet, data: Dataset, device: torch.device) -> dict[str, A
 
 
 def epoch_line(row: dict[str, Any], epochs: int) -> str:
+    """An epoch in one line, for people."""
     kind = "calibration" if "calibration_top1" in row else "train"
     exits = " ".join(f"{100 * share:5.1f}" for share in row[f"{kind}_top1"])
     loss = sum(row["train_loss"])

@@ -1,6 +1,6 @@
 """The meta-gradient: how the meta loss at the look-ahead params changes with the weights of the train half.
 
-Three interchangeable engines, one signature: `engine(problem) -> MetaGradient`. The weights enter the train
+Three interchangeable estimators, one signature: `estimator(problem) -> MetaGradient`. The weights enter the train
 loss linearly, so with v the gradient of the meta loss at the look-ahead params and D the derivative of the
 optimiser's step by the gradient (lookahead.py),
 
@@ -13,9 +13,9 @@ pass and needs no double backward; `finite_difference` approximates it; `double_
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -25,52 +25,47 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from offramp.models.tape import Tape, no_trace, touched_buffers
+from offramp.common.seeds import GeneratorStates, draws_from
 from offramp.training.lookahead import Params, look_ahead
-from offramp.training.objectives.allocation import allocate
-from offramp.training.objectives.losses import exit_confidences, exit_losses, mean_weights, weighted_loss
-from offramp.training.processes import World
+from offramp.training.method import Method
+from offramp.training.objectives import Half, allocate, exit_confidences, exit_losses, mean_weights, weighted_loss
+from offramp.training.tape import Tape, no_trace, touched_buffers
 
 # The first dual tensor makes torch load its own decompositions, which it warns about itself.
 with warnings.catch_warnings(action="ignore"), fwAD.dual_level():
     fwAD.make_dual(torch.zeros(1), torch.zeros(1))
-
-Criterion = Callable[[Sequence[Tensor], Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Forward:
     """The forward pass over a half: outputs and losses with their graph, the generator states before it, its tape."""
 
-    images: Tensor
-    labels: Tensor
+    half: Half
+    outputs: Sequence[Tensor]
     losses_BK: Tensor
-    generator_states: tuple[Tensor, ...]
-    outputs: Sequence[Tensor] = ()
+    generator_states: GeneratorStates
     tape: Tape | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.half.images.device
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything a meta-gradient depends on."""
+    """Everything a meta-gradient depends on; `weights_BK` are those of this process's samples."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
+    method: Method
     train: Forward
     weights_BK: Tensor
-    meta_images: Tensor
-    meta_labels: Tensor
-    q: float = 0.75
-    objective: str = "allocated"
-    look_ahead: str = "optimizer"
-    criterion: Criterion = exit_losses
-    world: World = field(default_factory=World)
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
+    meta_half: Half
 
     @property
     def samples(self) -> int:
         """The size of the train half over all processes."""
-        return len(self.train.labels) * self.world.size
+        return len(self.train.half.labels) * self.method.processes.size
 
     def params(self) -> Params:
         """The params that the optimiser moves, by name."""
@@ -81,13 +76,28 @@ class Problem:
     def outputs_at(self, params: Params, images: Tensor, replayed: Tape | None = None) -> Sequence[Tensor]:
         """The network's outputs at other params; buffers are copies, so the real ones stay as they are."""
         copies = {name: b.clone() for name, b in touched_buffers(self.model)}
-        with self.autocast(), no_trace() if replayed is None else replayed.replaying():
+        with self.method.autocast(), no_trace() if replayed is None else replayed.replaying():
             return functional_call(self.model, {**params, **copies}, (images,))
 
     def train_losses_at(self, params: Params, replayed: Tape | None = None) -> Tensor:
         """The train half's losses at other params, with the draws (dropout) of the first forward."""
-        with draws_from(self.train.generator_states, self.train.images.device):
-            return self.criterion(self.outputs_at(params, self.train.images, replayed), self.train.labels)
+        half = self.train.half
+        with draws_from(self.train.generator_states, self.train.device):
+            return self.method.objective(self.outputs_at(params, half.images, replayed), half)
+
+    def meta_loss_at(self, params: Params) -> Tensor:
+        """The meta loss at other params."""
+        return self.meta_loss(self.outputs_at(params, self.meta_half.images))
+
+    def meta_loss(self, outputs: Sequence[Tensor]) -> Tensor:
+        """The meta loss of outputs: each exit's mean over the samples that would leave there (Eq. 6), or over all."""
+        processes, settings = self.method.processes, self.method.settings
+        losses_BK = exit_losses(outputs, self.meta_half.labels)
+        if settings.objective == "whole":
+            return losses_BK.sum() / (len(losses_BK) * processes.size)
+        confidences_NK = processes.gather(exit_confidences(outputs))
+        means_NK = mean_weights(allocate(confidences_NK, settings.q), len(outputs))
+        return (processes.own_rows(means_NK).to(losses_BK.dtype) * losses_BK).sum()
 
     def release(self) -> None:
         """Let go of what only the meta-gradient needed."""
@@ -103,7 +113,7 @@ class MetaGradient:
     loss: Tensor
 
 
-Engine = Callable[[Problem], MetaGradient]
+Estimator = Callable[[Problem], MetaGradient]
 
 
 def forward_mode(problem: Problem) -> MetaGradient:
@@ -132,9 +142,11 @@ def finite_difference(problem: Problem) -> MetaGradient:
     """
     params = problem.params()
     direction, loss = _direction(problem, params)
-    # In half precision the small step would drown in rounding.
-    full = partial(torch.autocast, problem.train.images.device.type, enabled=False)
-    problem = replace(problem, autocast=full)
+    # In 16 bits the small step would drown in rounding.
+    full: Callable[[], AbstractContextManager[object]] = partial(
+        torch.autocast, problem.train.device.type, enabled=False
+    )
+    problem = replace(problem, method=replace(problem.method, autocast=full))
     with torch.no_grad():
         size, length = (_norm(tensors.values()) for tensors in (params, direction))
         relative = torch.finfo(loss.dtype).eps ** (1 / 3)
@@ -151,50 +163,31 @@ def double_backward(problem: Problem) -> MetaGradient:
     params = problem.params()
     weights_BK = problem.weights_BK.detach().requires_grad_()
     gradients = _train_gradients(problem, params, weights_BK, create_graph=True)
-    ahead = look_ahead(problem.optimizer, params, gradients, problem.look_ahead)
-    loss = meta_loss(problem, ahead.params)
+    ahead = look_ahead(problem.optimizer, params, gradients, problem.method.settings.look_ahead)
+    loss = problem.meta_loss_at(ahead.params)
     (by_weights,) = torch.autograd.grad(loss, weights_BK, retain_graph=True, materialize_grads=True)
-    return MetaGradient(by_weights, problem.world.sum(loss.detach()))
+    return MetaGradient(by_weights, problem.method.processes.sum(loss.detach()))
 
 
-ENGINES: dict[str, Engine] = {
-    "forward_mode": forward_mode,
-    "double_backward": double_backward,
-    "finite_difference": finite_difference,
+ESTIMATORS: dict[str, Estimator] = {
+    estimator.__name__: estimator for estimator in (forward_mode, double_backward, finite_difference)
 }
-
-
-def meta_loss(problem: Problem, params: Params) -> Tensor:
-    """The meta loss at `params`."""
-    return meta_loss_of(problem, problem.outputs_at(params, problem.meta_images))
-
-
-def meta_loss_of(problem: Problem, outputs: Sequence[Tensor]) -> Tensor:
-    """The meta loss of outputs: each exit's mean over the samples that would leave there (Eq. 6), or over all."""
-    num_exits = problem.weights_BK.shape[1]
-    outputs = outputs[:num_exits]  # a teacher behind them is no exit
-    losses_BK = exit_losses(outputs, problem.meta_labels)
-    if problem.objective == "whole":
-        return losses_BK.sum() / (len(losses_BK) * problem.world.size)
-    everyone = problem.world.gather(exit_confidences(outputs))
-    means_NK = mean_weights(allocate(everyone, problem.q), num_exits)
-    return (problem.world.own_rows(means_NK).to(losses_BK.dtype) * losses_BK).sum()
 
 
 def _direction(problem: Problem, params: Params) -> tuple[Params, Tensor]:
     """D v for every param, and the meta loss."""
     gradients = _train_gradients(problem, params, problem.weights_BK.detach(), create_graph=False)
-    ahead = look_ahead(problem.optimizer, params, gradients, problem.look_ahead)
+    ahead = look_ahead(problem.optimizer, params, gradients, problem.method.settings.look_ahead)
     leaves = {name: p.detach().requires_grad_() for name, p in ahead.params.items()}
-    loss = meta_loss(problem, leaves)
+    loss = problem.meta_loss_at(leaves)
     v = meta_gradients(problem, loss, leaves)
-    return ahead.direction(v), problem.world.sum(loss.detach())
+    return ahead.direction(v), problem.method.processes.sum(loss.detach())
 
 
 def meta_gradients(problem: Problem, loss: Tensor, params: Params, keep_graph: bool = False) -> Params:
     """The gradient of the meta loss by the params it was computed at, over all processes."""
     v = torch.autograd.grad(loss, list(params.values()), retain_graph=keep_graph, materialize_grads=True)
-    return dict(zip(params, problem.world.sum_all(v), strict=True))
+    return dict(zip(params, problem.method.processes.sum_all(v), strict=True))
 
 
 def _train_gradients(
@@ -205,43 +198,14 @@ def _train_gradients(
     found = torch.autograd.grad(
         loss, list(params.values()), retain_graph=True, create_graph=create_graph, allow_unused=True
     )
-    if problem.world.size > 1:
+    if problem.method.processes.size > 1:
         if create_graph:
             raise ValueError("double_backward runs in one process only; use forward_mode")
         used = [g for g in found if g is not None]
-        summed = iter(problem.world.sum_all(used))
+        summed = iter(problem.method.processes.sum_all(used))
         found = tuple(None if g is None else next(summed) for g in found)
     return dict(zip(params, found, strict=True))
 
 
 def _norm(tensors: Iterable[Tensor]) -> Tensor:
     return torch.stack([t.norm() for t in tensors]).norm()
-
-
-def generator_states(device: torch.device) -> tuple[Tensor, ...]:
-    """The states of the generators that a module may draw from; none while a graph is recorded (capture.py)."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return ()
-    cpu = torch.get_rng_state()
-    return (cpu, torch.cuda.get_rng_state(device)) if device.type == "cuda" else (cpu,)
-
-
-@contextmanager
-def draws_from(states: tuple[Tensor, ...] | None, device: torch.device) -> Iterator[None]:
-    """Draw as from `states` (None: go on) inside the block, and afterwards as if it had not been."""
-    before = generator_states(device)
-    if states is not None:
-        set_generator_states(states, device)
-    try:
-        yield
-    finally:
-        set_generator_states(before, device)
-
-
-def set_generator_states(states: tuple[Tensor, ...], device: torch.device) -> None:
-    """Put back what `generator_states` gave."""
-    if not states:
-        return
-    torch.set_rng_state(states[0])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(states[1], device)

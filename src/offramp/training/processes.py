@@ -7,7 +7,7 @@ the weight net on the global batch; gradients are summed. So N processes compute
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class World:
+class Processes:
     """This process is number `rank` of `size`."""
 
     rank: int = 0
@@ -66,6 +66,14 @@ class World:
         parts = flat.split([v.numel() for v in values])
         return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
 
+    def sum_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        """Add up the processes' gradients; their losses are shares of one mean already."""
+        if self.size == 1:
+            return
+        owners = [p for p in params if p.grad is not None]
+        for param, total in zip(owners, self.sum_all([p.grad for p in owners if p.grad is not None]), strict=True):
+            param.grad = total
+
     def wait(self) -> None:
         """Until all processes are here."""
         self.any([True])
@@ -80,11 +88,11 @@ class World:
 
 
 @contextmanager
-def joined_world(device: torch.device) -> Iterator[World]:
-    """The world that `torchrun` started, or a world of one."""
+def joined_processes(device: torch.device) -> Iterator[Processes]:
+    """The processes that `torchrun` started, or this one alone."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
-        yield World()
+        yield Processes()
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -92,6 +100,6 @@ def joined_world(device: torch.device) -> Iterator[World]:
     patience = timedelta(hours=6)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
     try:
-        yield World(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=patience))
+        yield Processes(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=patience))
     finally:
         dist.destroy_process_group()

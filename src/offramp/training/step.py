@@ -1,63 +1,25 @@
-"""One iteration of Algorithm 1: a loader batch, its two halves, two updates of the params.
+"""One step of Algorithm 1: a loader batch, its two halves, two updates of the params.
 
-Conventional training is the same iteration with a weighting that does not learn. The trainer and
-`LearnedWeights` both run this function. `order="delayed"` is another algorithm under its own name: cheaper, because
-the real step takes the weights from before the weight net's update.
+    halves -> forward -> weights -> (meta-gradient -> the weight net learns -> weights again) -> backward -> update
+
+Conventional training is the same step with a weighting that does not learn. The training loop and `LearnedWeights`
+both call `train_step`. `weighting.order=delayed` is another algorithm under its own name: cheaper, because the real
+update takes the weights from before the weight net learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from offramp.models.collaboration import WithTeacher
-from offramp.models.tape import Tape
+from offramp.common.seeds import draws_from, generator_states
 from offramp.training.lookahead import look_ahead
-from offramp.training.meta_gradient import (
-    Criterion,
-    Engine,
-    Forward,
-    Problem,
-    by_tangents,
-    draws_from,
-    forward_mode,
-    generator_states,
-    meta_gradients,
-    meta_loss_of,
-)
-from offramp.training.objectives.losses import exit_confidences, exit_losses, weighted_loss
-from offramp.training.processes import World
-from offramp.training.weighting import LearnedWeighting, Weighting
-
-Half = tuple[Tensor, Tensor]
-ORDERS = ("exact", "delayed")
-
-
-@dataclass(frozen=True)
-class Method:
-    """What stays the same from step to step; the weight net learns at every `interval`-th step before `until`."""
-
-    weighting: Weighting
-    engine: Engine = forward_mode
-    q: float = 0.75
-    objective: str = "allocated"
-    look_ahead: str = "optimizer"
-    interval: int = 1
-    until: int | None = None
-    order: str = "exact"
-    clip_norm: float | None = None
-    criterion: Criterion = exit_losses
-    world: World = field(default_factory=World)
-    autocast: Callable[[], AbstractContextManager[object]] = nullcontext
-
-    def learns(self, step: int) -> bool:
-        """Whether the weight net is trained at this step."""
-        due = step % self.interval == 0 and (self.until is None or step < self.until)
-        return due and isinstance(self.weighting, LearnedWeighting)
+from offramp.training.meta_gradient import ESTIMATORS, Forward, Problem, by_tangents, meta_gradients
+from offramp.training.method import Method
+from offramp.training.objectives import Half, cross_entropy, exit_confidences, exit_losses, weighted_loss
+from offramp.training.tape import Tape
 
 
 @dataclass(frozen=True)
@@ -75,7 +37,7 @@ class HalfResult:
     meta_loss: Tensor | None
 
 
-def iterate(
+def train_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     method: Method,
@@ -84,131 +46,105 @@ def iterate(
     step: int,
 ) -> list[HalfResult]:
     """Two updates on a loader batch: each half is once the train half and once the meta half."""
-    if isinstance(model, WithTeacher):
-        with method.autocast():
-            images = model.features(images)
-    first, second = zip(images.chunk(2), labels.chunk(2), strict=True)
-    learn = method.learns(step)
-    if learn and method.order == "delayed":
+    first, second = method.halves(images, labels)
+    learn = method.weighting.learns(step)
+    if learn and method.settings.order == "delayed":
         return delayed_updates(model, optimizer, method, first, second)
     return [
-        update(model, optimizer, method, train_half, meta_half, learn)
+        exact_update(model, optimizer, method, train_half, meta_half, learn)
         for train_half, meta_half in ((first, second), (second, first))
     ]
 
 
-def update(
+def exact_update(
     model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, train_half: Half, meta_half: Half, learn: bool
 ) -> HalfResult:
     """One update of the params on the train half, after one of the weight net if it learns."""
-    train = forward(model, method, *train_half, keeps=learn)
+    train = forward(model, method, train_half, keeps=learn)
     seen = what_the_net_sees(method, train)
     meta_loss = None
     if learn:
         weights_NK = method.weighting.weights(*seen)
-        problem = new_problem(model, optimizer, method, train, weights_NK, meta_half)
-        with draws_from(None, train.images.device):  # the look-ahead leaves no trace in the real draws
-            found = method.engine(problem)
-        teach(method, weights_NK, found.weights_BK)
+        problem = Problem(model, optimizer, method, train, method.processes.own_rows(weights_NK), meta_half)
+        with draws_from(None, train.device):  # the look-ahead leaves no trace in the real draws
+            found = ESTIMATORS[method.settings.engine](problem)
+        method.weighting.learn(weights_NK, method.processes.gather(found.weights_BK))  # Eq. 8
         meta_loss = found.loss
         problem.release()
-    weights_BK = method.world.own_rows(method.weighting.weights(*seen)).detach()
+    weights_BK = method.processes.own_rows(method.weighting.weights(*seen)).detach()
     loss = backward(model, optimizer, method, train, weights_BK)  # the params have not moved since the forward
-    optimizer.step()
-    torch.clear_autocast_cache()  # an autocast around the whole step would go on with the old params
-    return result(method, train, seen, weights_BK, loss, meta_loss)
+    update(optimizer)
+    return _result(method, train, seen, weights_BK, loss, meta_loss)
 
 
 def delayed_updates(
     model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, first: Half, second: Half
 ) -> list[HalfResult]:
-    """Both updates in the delayed order: weights come from the weight net as it was before the update.
+    """Both updates in the delayed order: weights come from the weight net as it was before it learned.
 
-    So the real step is the look-ahead step, and the forward over the second half is both the first update's meta
+    So the real update is the look-ahead step, and the forward over the second half is both the first update's meta
     pass and the second update's train pass.
     """
     results = []
-    train = forward(model, method, *first, keeps=True)
+    train = forward(model, method, first, keeps=True)
     for meta_half, again in ((second, True), (first, False)):
         seen = what_the_net_sees(method, train)
         weights_NK = method.weighting.weights(*seen)
-        weights_BK = method.world.own_rows(weights_NK).detach()
-        problem = new_problem(model, optimizer, method, train, weights_NK, meta_half)
+        weights_BK = method.processes.own_rows(weights_NK)
+        problem = Problem(model, optimizer, method, train, weights_BK, meta_half)
         params = problem.params()
-        loss = backward(model, optimizer, method, train, weights_BK)
+        loss = backward(model, optimizer, method, train, weights_BK.detach())
         ahead = look_ahead(optimizer, params, {name: p.grad for name, p in params.items()}, "optimizer")
         before = dict(zip(params, torch._foreach_mul([p.detach() for p in params.values()], 1.0), strict=True))
-        optimizer.step()
-        torch.clear_autocast_cache()
-        after = forward(model, method, *meta_half, keeps=True) if again else None
-        with draws_from(None, train.images.device):
-            outputs = after.outputs if after else problem.outputs_at(params, problem.meta_images)
-            meta_loss = meta_loss_of(problem, outputs)
+        update(optimizer)
+        after = forward(model, method, meta_half, keeps=True) if again else None
+        with draws_from(None, train.device):
+            outputs = after.outputs if after else problem.outputs_at(params, meta_half.images)
+            meta_loss = problem.meta_loss(outputs)
             v = meta_gradients(problem, meta_loss, params, keep_graph=again)
-            teach(method, weights_NK, by_tangents(problem, before, ahead.direction(v)))
-        results.append(result(method, train, seen, weights_BK, loss, method.world.sum(meta_loss.detach())))
+            gradient_BK = by_tangents(problem, before, ahead.direction(v))
+            method.weighting.learn(weights_NK, method.processes.gather(gradient_BK))  # Eq. 8
+        total = method.processes.sum(meta_loss.detach())
+        results.append(_result(method, train, seen, weights_BK.detach(), loss, total))
         train = after or train
     return results
 
 
-def forward(model: nn.Module, method: Method, images: Tensor, labels: Tensor, keeps: bool) -> Forward:
+def forward(model: nn.Module, method: Method, half: Half, keeps: bool) -> Forward:
     """The forward over a half; its tape keeps, if asked to, what a tangent pass would compute again."""
-    states, tape = generator_states(images.device), Tape(keeps)
+    states, tape = generator_states(half.images.device), Tape(keeps)
     with method.autocast(), tape.recording():
-        outputs = model(images)
-    return Forward(images, labels, method.criterion(outputs, labels), states, outputs, tape if keeps else None)
+        outputs = model(half.images)
+    return Forward(half, outputs, method.objective(outputs, half), states, tape if keeps else None)
 
 
 def what_the_net_sees(method: Method, train: Forward) -> tuple[Tensor, Tensor]:
     """Plain cross-entropy and confidence of the global half, [N, K]."""
-    exits = train.outputs[: train.losses_BK.shape[1]]
-    plain_BK = train.losses_BK if method.criterion is exit_losses else exit_losses(exits, train.labels)
-    return method.world.gather(plain_BK.detach()), method.world.gather(exit_confidences(exits))
-
-
-def new_problem(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    method: Method,
-    train: Forward,
-    weights_NK: Tensor,
-    meta_half: Half,
-) -> Problem:
-    return Problem(
-        model,
-        optimizer,
-        train,
-        method.world.own_rows(weights_NK),
-        *meta_half,
-        method.q,
-        method.objective,
-        method.look_ahead,
-        method.criterion,
-        method.world,
-        method.autocast,
-    )
-
-
-def teach(method: Method, weights_NK: Tensor, gradient_BK: Tensor) -> None:
-    """One update of the weight net (Eq. 8)."""
-    assert isinstance(method.weighting, LearnedWeighting)
-    method.weighting.learn(weights_NK, method.world.gather(gradient_BK))
+    plain = method.objective is cross_entropy
+    plain_BK = train.losses_BK if plain else exit_losses(train.outputs, train.half.labels)
+    return method.processes.gather(plain_BK.detach()), method.processes.gather(exit_confidences(train.outputs))
 
 
 def backward(
     model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, train: Forward, weights_BK: Tensor
 ) -> Tensor:
     """The gradients of the weighted loss (Eq. 9), through the first forward's graph; gives the loss."""
-    loss = weighted_loss(train.losses_BK, weights_BK, len(train.labels) * method.world.size)
+    loss = weighted_loss(train.losses_BK, weights_BK, len(weights_BK) * method.processes.size)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
-    sum_gradients(model, method.world)
+    method.processes.sum_gradients(model.parameters())
     if method.clip_norm is not None:
         nn.utils.clip_grad_norm_(model.parameters(), method.clip_norm)
     return loss.detach()
 
 
-def result(
+def update(optimizer: torch.optim.Optimizer) -> None:
+    """The optimiser's step."""
+    optimizer.step()
+    torch.clear_autocast_cache()  # an autocast around the whole step would go on with the old params
+
+
+def _result(
     method: Method,
     train: Forward,
     seen: tuple[Tensor, Tensor],
@@ -216,15 +152,6 @@ def result(
     loss: Tensor,
     meta_loss: Tensor | None,
 ) -> HalfResult:
-    hits_K = torch.stack([(x.argmax(1) == train.labels).sum() for x in train.outputs[: weights_BK.shape[1]]])
-    plain_BK, confidences_BK = (method.world.own_rows(rows) for rows in seen)
-    return HalfResult(method.world.sum(loss), plain_BK, confidences_BK, weights_BK, hits_K, meta_loss)
-
-
-def sum_gradients(model: nn.Module, world: World) -> None:
-    """Add up the processes' gradients; their losses are shares of one mean already."""
-    if world.size == 1:
-        return
-    owners = [p for p in model.parameters() if p.grad is not None]
-    for param, total in zip(owners, world.sum_all([p.grad for p in owners if p.grad is not None]), strict=True):
-        param.grad = total
+    hits_K = torch.stack([(x.argmax(1) == train.half.labels).sum() for x in train.outputs])
+    plain_BK, confidences_BK = (method.processes.own_rows(rows) for rows in seen)
+    return HalfResult(method.processes.sum(loss), plain_BK, confidences_BK, weights_BK, hits_K, meta_loss)

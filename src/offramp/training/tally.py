@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from offramp.common.files import writing
-from offramp.training.objectives.allocation import allocate
-from offramp.training.processes import World
+from offramp.training.objectives import allocate
+from offramp.training.processes import Processes
 from offramp.training.step import HalfResult
 
 SAMPLES_KEPT = 256
@@ -44,23 +44,23 @@ class Tally:
             sums["meta_loss"] += half.meta_loss
             sums["meta_updates"] += 1
 
-    def means(self, world: World) -> dict[str, Any]:
+    def means(self, processes: Processes) -> dict[str, Any]:
         """What the epoch's row in the metrics says, over all processes."""
-        sums = self.summed(world)
+        sums = self.summed(processes)
         seen, meta_updates = sums["seen"].item(), sums["meta_updates"].item()
         means: dict[str, Any] = {name: (sums[key] / seen).tolist() for name, key in MEANS.items()}
         if meta_updates:
             means["meta_loss"] = sums["meta_loss"].item() / meta_updates
         return means
 
-    def summed(self, world: World) -> dict[str, Tensor]:
+    def summed(self, processes: Processes) -> dict[str, Tensor]:
         """The sums over all processes; the rest is the same in each of them."""
-        return {name: world.sum(t) if name in LOCAL else t for name, t in self.tensors.items()}
+        return {name: processes.sum(t) if name in LOCAL else t for name, t in self.tensors.items()}
 
-    def load(self, sums: Mapping[str, Tensor], world: World) -> None:
+    def load(self, sums: Mapping[str, Tensor], processes: Processes) -> None:
         """Put back what `summed` gave: the first process goes on with it, the others from zero."""
         for name, tensor in self.tensors.items():
-            tensor.copy_(sums[name] if world.rank == 0 or name not in LOCAL else torch.zeros_like(tensor))
+            tensor.copy_(sums[name] if processes.rank == 0 or name not in LOCAL else torch.zeros_like(tensor))
 
     def refuse_non_finite(self, run: Path) -> None:
         step = int(self.tensors["first_bad"].item())

@@ -7,29 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from itertools import chain, starmap
 from pathlib import Path
 
 import torch
 
 from offramp.common.console import Bar, progress
 from offramp.common.device import pick_device
+from offramp.common.seeds import mix
 from offramp.common.signals import Stopped, caught_signals
-from offramp.data import load_dataset
+from offramp.data import Dataset, load_dataset
 from offramp.models.collaboration import CollaborativeNet
+from offramp.models.exits import ExitNet, ModelSpec
+from offramp.models.registry import build, override_names
 from offramp.runs.config import RunConfig
 from offramp.runs.folder import PHASE1
-from offramp.training.build import (
-    fit_to_data,
-    new_model,
-    new_weighting,
-    on_top_of,
-    refuse_other_size,
-    without_collaboration,
-)
-from offramp.training.loop import Event, Phase, Setup, fit
-from offramp.training.objectives.imta import OneForAll
-from offramp.training.objectives.losses import exit_losses
-from offramp.training.processes import World, joined_world
+from offramp.training.imta import GradientEquilibrium, OneForAll, on_top_of, without_collaboration
+from offramp.training.loop import Phase, Progress, Setup, new_method, train_phase
+from offramp.training.objectives import new_objective
+from offramp.training.optimizers import OPTIMIZERS
+from offramp.training.processes import Processes, joined_processes
 
 Job = tuple[RunConfig, Path]
 
@@ -49,10 +47,10 @@ def train_runs(jobs: Sequence[Job], *, device: str = "auto", resume: bool = Fals
         raise ValueError(f"each run needs a folder of its own, got {', '.join(map(str, folders))}")
     place = pick_device(device)
     together = [list(jobs)] if place.type == "cuda" else [[job] for job in jobs]
-    with joined_world(place) as world, caught_signals() as caught:
+    with joined_processes(place) as processes, caught_signals() as caught:
         for group in together:
-            with progress("training", 0, silent=world.rank > 0) as bar:
-                own = [training(*job, place, world, caught, resume, len(group)) for job in group]
+            with progress("training", 0, silent=processes.rank > 0) as bar:
+                own = [training(*job, place, processes, caught, resume, len(group)) for job in group]
                 drive(dict(zip(names([out for _, out in group]), own, strict=True)), bar, place)
     return [out for _, out in jobs]
 
@@ -63,7 +61,7 @@ def names(folders: Sequence[Path]) -> list[str]:
     return short if len(set(short)) == len(short) else [str(folder) for folder in folders]
 
 
-def drive(runs: dict[str, Iterator[Event]], bar: Bar, device: torch.device) -> None:
+def drive(runs: dict[str, Iterator[Progress]], bar: Bar, device: torch.device) -> None:
     """One step of each named run in turn until all are done; on a GPU each run has a stream of its own.
 
     Small kernels of one run fill the gaps of another. Each run computes what it would compute alone.
@@ -72,12 +70,12 @@ def drive(runs: dict[str, Iterator[Event]], bar: Bar, device: torch.device) -> N
         for event in next(iter(runs.values())):
             show(event, bar)
         return
-    lanes = {name: _lane(device) for name in runs}
+    streams = {name: _stream(device) for name in runs}
     active, failed = dict(runs), []
     while active:
         for name, run in list(active.items()):
             try:
-                with lanes[name]:
+                with streams[name]:
                     show(next(run), bar, f"{name}: ")
             except StopIteration:
                 del active[name]
@@ -89,13 +87,13 @@ def drive(runs: dict[str, Iterator[Event]], bar: Bar, device: torch.device) -> N
         raise failed[0]
 
 
-def _lane(device: torch.device) -> AbstractContextManager[object]:
+def _stream(device: torch.device) -> AbstractContextManager[object]:
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(torch.cuda.Stream(device))
 
 
-def show(event: Event, bar: Bar, who: str = "") -> None:
+def show(event: Progress, bar: Bar, who: str = "") -> None:
     """Move the bar on; a line per epoch stays above it."""
     if event.total:
         bar.extend(event.total, event.done)
@@ -109,28 +107,85 @@ def show(event: Event, bar: Bar, who: str = "") -> None:
 def training(
     config: RunConfig,
     out: Path,
-    place: torch.device,
-    world: World,
+    device: torch.device,
+    processes: Processes,
     caught: list[int],
     resume: bool,
     together: int = 1,
-) -> Iterator[Event]:
-    """A whole run; one with collaboration has two phases."""
-    data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.options())
+) -> Iterator[Progress]:
+    """A whole run, phase after phase."""
+    phases = new_phases(config, out, device, processes, caught, resume, together)
+    return chain.from_iterable(starmap(train_phase, phases))
+
+
+def new_phases(
+    config: RunConfig,
+    out: Path,
+    device: torch.device,
+    processes: Processes,
+    caught: list[int],
+    resume: bool,
+    together: int,
+) -> Iterator[tuple[Phase, Setup]]:
+    """The phases of a run, each made when the one before it is over: two with IMTA's collaboration, else one."""
+    data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.given())
     config = fit_to_data(config, data)
+    setup = Setup(data, device, processes, caught, together)
     model = new_model(config)
     refuse_other_size(model, data)
-    new_weighting(config, model.num_exits, torch.device("cpu"))  # refuses what does not fit before a folder is made
-    setup = Setup(data, place, world, caught, together)
     if not isinstance(model, CollaborativeNet):
-        model.equilibrium = config.imta.equilibrium
-        yield from fit(Phase(config, out, model, model, exit_losses, resume), setup)
+        yield refuse_early(plain_phase(config, out, model, resume)), setup
         return
+    refuse_early(plain_phase(config, out, model, resume))
     setup.begin(out, config, resume)
     first = without_collaboration(config)
-    alone = new_model(first)
-    alone.equilibrium = config.imta.equilibrium
-    yield from fit(Phase(first, out / PHASE1, alone, alone, exit_losses, resume=True, final=False), setup)
+    yield replace(plain_phase(first, out / PHASE1, new_model(first), resume=True), final=False), setup
     module = on_top_of(out / PHASE1, model)
-    distilled = OneForAll(config.imta.temperature, config.imta.gamma)
-    yield from fit(Phase(config, out, model, module, distilled, resume=True), setup)
+    yield Phase(config, out, model, module, OneForAll.of(config.imta), True, module.prepare), setup
+
+
+def plain_phase(config: RunConfig, out: Path, model: ExitNet, resume: bool) -> Phase:
+    """The whole network, trained as configured."""
+    if config.imta.equilibrium:
+        model.fork = GradientEquilibrium(model.num_exits)
+    objective = new_objective(config.train.objective, config.train.objective_options)
+    return Phase(config, out, model, model, objective, resume)
+
+
+def refuse_early(phase: Phase) -> Phase:
+    """The phase, if its names are known and its settings go together; a folder is made only afterwards."""
+    OPTIMIZERS[phase.config.train.optimizer]
+    nowhere = Setup(None, torch.device("cpu"), Processes())  # type: ignore[arg-type]
+    new_method(phase, nowhere, total_steps=1)
+    return phase
+
+
+def fit_to_data(config: RunConfig, data: Dataset) -> RunConfig:
+    """Fill in the number of classes; refuse a network that was made for other data."""
+    if config.model.num_classes not in (None, data.num_classes):
+        raise ValueError(
+            f"model.num_classes is {config.model.num_classes}, but {data.name} has {data.num_classes} classes"
+        )
+    overrides = config.model.overrides | ({"collaboration": True} if config.imta.collaboration else {})
+    return replace(config, model=replace(config.model, num_classes=data.num_classes, overrides=overrides))
+
+
+def refuse_other_size(model: ExitNet, data: Dataset) -> None:
+    """Raise if the network takes images of another size than the data gives."""
+    if model.input_shape[-1] != data.image_size:
+        known = () if model.spec is None else override_names(model.spec.name) or ()
+        size = data.image_size
+        set_it, build_it = f"set model.overrides.image_size={size}", f"build it with input_shape=(3, {size}, {size})"
+        how = set_it if "image_size" in known else build_it
+        raise ValueError(f"the model takes images of {model.input_shape[-1]} pixels, {data.name} gives {size}; {how}")
+
+
+def new_model(config: RunConfig) -> ExitNet:
+    """A fresh network, its params drawn from the seed."""
+    for key in ("name", "num_classes"):
+        if key in config.model.overrides:
+            raise ValueError(f"model.overrides.{key} is not an override; set model.{key}")
+    assert config.model.num_classes is not None
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(mix(config.seed, "init"))
+        return build(ModelSpec(config.model.name, config.model.num_classes, config.model.overrides))

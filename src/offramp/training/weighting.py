@@ -1,31 +1,66 @@
 """Weightings: how much each sample counts at each exit.
 
 A weighting turns losses and confidences [B, K] of a train half into weights [B, K]. The conventional one, the
-hand-made ones of the paper's ablations and the learned one differ in this object alone.
+hand-made ones of the paper's ablations and the learned one differ in this object alone. `weighting.name` names one;
+it is made by `factory(settings, context)`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from offramp.common.registry import Registry
 from offramp.common.seeds import mix
-from offramp.training.objectives.allocation import allocate
-from offramp.training.objectives.losses import mean_weights
-from offramp.training.rates import set_rate
+from offramp.runs.config import WeightingConfig
+from offramp.runs.folder import WEIGHTS, read_config
+from offramp.training.checkpoint import load_checkpoint
+from offramp.training.objectives import allocate, mean_weights
+from offramp.training.optimizers import set_rate
 
 Over = tuple[int, ...]  # dimensions of [B, K]
 CENTRINGS: dict[str, tuple[Over, ...]] = {"exit": ((1,),), "batch": ((0,),), "all": ((0, 1),), "both": ((1,), (0,))}
-INPUTS = ("loss", "confidence", "both")
+SLOPE = (0.6, 1.4)  # the paper's fixed weights, first to last exit
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a weighting may need to know of the run that it is made for; `total_steps` None: nobody knows its end."""
+
+    num_exits: int
+    total_steps: int | None = None
+    seed: int = 0
+    device: torch.device = torch.device("cpu")
 
 
 class Weighting:
-    """Base: what every weighting can do."""
+    """Base: a weighting that does not learn. All but `weights` has a default."""
+
+    taught = False  # whether a meta-gradient teaches it, which needs look-ahead steps
 
     def weights(self, losses_BK: Tensor, confidences_BK: Tensor) -> Tensor:
+        """How much each sample of the half counts at each exit, [B, K]."""
         raise NotImplementedError
+
+    def learns(self, step: int) -> bool:
+        """Whether it is taught at this step."""
+        return False
+
+    def learn(self, weights_BK: Tensor, gradient_BK: Tensor) -> None:
+        """Take the gradient of the meta loss by the weights that were given."""
+        raise NotImplementedError
+
+    def set_rate(self, share: float) -> None:
+        """Learn at this share of the initial rate."""
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """Those that it has of its own."""
+        return ()
 
     def tensors(self) -> dict[str, Tensor]:
         """What must be saved to go on later."""
@@ -35,8 +70,22 @@ class Weighting:
         """Put back what `tensors` gave."""
 
 
+Factory = Callable[[WeightingConfig, Context], Weighting]
+WEIGHTINGS: Registry[Factory] = Registry("weighting")
+register_weighting = WEIGHTINGS.register  # a class or function called as `factory(settings, context)`
+
+
+def new_weighting(settings: WeightingConfig, context: Context) -> Weighting:
+    """The weighting that the settings name."""
+    return WEIGHTINGS[settings.name](settings, context)
+
+
+@register_weighting("uniform")
 class UniformWeighting(Weighting):
     """Every sample counts the same at every exit: conventional training."""
+
+    def __init__(self, settings: WeightingConfig | None = None, context: Context | None = None) -> None:
+        pass
 
     def weights(self, losses_BK: Tensor, confidences_BK: Tensor) -> Tensor:
         return torch.ones_like(losses_BK)
@@ -52,11 +101,30 @@ class FixedWeighting(Weighting):
         return self.weights_K.to(losses_BK.dtype).expand_as(losses_BK)
 
 
+@register_weighting("fixed")
+def _fixed(settings: WeightingConfig, context: Context) -> FixedWeighting:
+    given = settings.exits or []
+    if len(given) != context.num_exits:
+        raise ValueError(f"weighting.exits has {len(given)} weights, the network has {context.num_exits} exits")
+    return FixedWeighting(torch.tensor(given, device=context.device))
+
+
+@register_weighting("ascending")
+def _ascending(settings: WeightingConfig, context: Context) -> FixedWeighting:
+    return FixedWeighting(torch.linspace(*SLOPE, context.num_exits, device=context.device))
+
+
+@register_weighting("descending")
+def _descending(settings: WeightingConfig, context: Context) -> FixedWeighting:
+    return FixedWeighting(torch.linspace(*SLOPE[::-1], context.num_exits, device=context.device))
+
+
+@register_weighting("selection")
 class SelectionWeighting(Weighting):
     """Each exit trains on the samples allocated to it and on no others."""
 
-    def __init__(self, q: float) -> None:
-        self.q = q
+    def __init__(self, settings: WeightingConfig, context: Context | None = None) -> None:
+        self.q = settings.q
 
     def weights(self, losses_BK: Tensor, confidences_BK: Tensor) -> Tensor:
         samples, num_exits = losses_BK.shape
@@ -67,8 +135,8 @@ class SelectionWeighting(Weighting):
 class WeightNet(nn.Sequential):
     """The paper's WPN: an MLP with `depth` hidden layers from losses (or confidences) to tanh, [B, K]."""
 
-    def __init__(self, num_exits: int, inputs: str = "loss", depth: int = 1, width: int = 500) -> None:
-        sizes = [num_exits * (2 if inputs == "both" else 1), *[width] * depth]
+    def __init__(self, num_exits: int, settings: WeightingConfig) -> None:
+        sizes = [num_exits * (2 if settings.inputs == "both" else 1), *[settings.width] * settings.depth]
         hidden = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]
         super().__init__(*hidden, nn.Linear(sizes[-1], num_exits), nn.Tanh())
 
@@ -90,33 +158,21 @@ def centred(tanh_BK: Tensor, centring: str, bound: bool) -> Tensor:
 class NetWeighting(Weighting):
     """Weights from a weight net: 1 + delta times its centred output."""
 
-    def __init__(
-        self,
-        num_exits: int,
-        *,
-        inputs: str = "loss",
-        depth: int = 1,
-        width: int = 500,
-        delta: float = 0.8,
-        centring: str = "exit",
-        bound: bool = False,
-        seed: int = 0,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        self.inputs, self.delta, self.centring, self.bound = inputs, delta, centring, bound
-        self.num_exits = num_exits
+    def __init__(self, settings: WeightingConfig, context: Context) -> None:
+        self.settings, self.num_exits = settings, context.num_exits
         with torch.random.fork_rng(devices=[]):  # its own draws: the network's are the same without it
-            torch.manual_seed(mix(seed, "weight net"))
-            self.net = WeightNet(num_exits, inputs, depth, width).to(device)
+            torch.manual_seed(mix(context.seed, "weight net"))
+            self.net = WeightNet(context.num_exits, settings).to(context.device)
 
     def weights(self, losses_BK: Tensor, confidences_BK: Tensor) -> Tensor:
         if losses_BK.shape[1] != self.num_exits:
             raise ValueError(f"the network gives {losses_BK.shape[1]} exits, the weight net is for {self.num_exits}")
         given = {"loss": [losses_BK], "confidence": [confidences_BK], "both": [losses_BK, confidences_BK]}
-        seen = torch.cat(given[self.inputs], dim=1).detach()
+        seen = torch.cat(given[self.settings.inputs], dim=1).detach()
         with torch.autocast(seen.device.type, enabled=False):
             tanh_BK = self.net(seen.to(next(self.net.parameters()).dtype))
-        return (1 + self.delta * centred(tanh_BK, self.centring, self.bound)).to(losses_BK.dtype)
+        centred_BK = centred(tanh_BK, self.settings.centring, self.settings.bound)
+        return (1 + self.settings.delta * centred_BK).to(losses_BK.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"net.{name}": tensor for name, tensor in self.net.state_dict().items()}
@@ -137,18 +193,41 @@ class FrozenWeighting(NetWeighting):
         return super().weights(losses_BK, confidences_BK)
 
 
-class LearnedWeighting(NetWeighting):
-    """Weights from a weight net that is trained along, with Adam, by the meta-gradient."""
+@register_weighting("frozen")
+def _frozen(settings: WeightingConfig, context: Context) -> FrozenWeighting:
+    """The weight net of a finished run, with the settings it was trained with."""
+    run = Path(settings.from_run or "")
+    trained, checkpoint = read_config(run).weighting, load_checkpoint(run)
+    if trained.name != "learned" or checkpoint is None or not (run / WEIGHTS).is_file():
+        raise ValueError(f"{run} holds no finished weight net: it is not a finished run with learned weights")
+    frozen = FrozenWeighting(trained, context)
+    frozen.load_tensors(checkpoint.parts["weighting"])
+    return frozen
 
-    def __init__(
-        self, num_exits: int, *, learning_rate: float = 1e-4, weight_decay: float = 1e-4, **settings: object
-    ) -> None:
-        super().__init__(num_exits, **settings)  # type: ignore[arg-type]
-        self.learning_rate = learning_rate
+
+@register_weighting("learned")
+class LearnedWeighting(NetWeighting):
+    """Weights from a weight net that is trained along, with Adam, by the meta-gradient.
+
+    It learns at every `interval`-th step of the first `until` of training.
+    """
+
+    taught = True
+
+    def __init__(self, settings: WeightingConfig, context: Context) -> None:
+        super().__init__(settings, context)
+        self.last = None if context.total_steps is None else ceil(settings.until * context.total_steps)
         on_gpu = next(self.net.parameters()).is_cuda
         self.optimizer = torch.optim.Adam(
-            self.net.parameters(), lr=learning_rate, weight_decay=weight_decay, fused=on_gpu, capturable=on_gpu
+            self.net.parameters(),
+            lr=settings.learning_rate,
+            weight_decay=settings.weight_decay,
+            fused=on_gpu,
+            capturable=on_gpu,
         )
+
+    def learns(self, step: int) -> bool:
+        return step % self.settings.interval == 0 and (self.last is None or step < self.last)
 
     def learn(self, weights_BK: Tensor, gradient_BK: Tensor) -> None:
         """One Adam step of the weight net, given the gradient of the meta loss by the weights it gave."""
@@ -157,8 +236,10 @@ class LearnedWeighting(NetWeighting):
         self.optimizer.step()
 
     def set_rate(self, share: float) -> None:
-        """The learning rate as a share of its initial value."""
-        set_rate(self.optimizer, share * self.learning_rate)
+        set_rate(self.optimizer, share * self.settings.learning_rate)
+
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return (self.optimizer,)
 
     def tensors(self) -> dict[str, Tensor]:
         return super().tensors() | {

@@ -6,17 +6,15 @@ Graph k takes `state_0`, `state_1`, ... and gives `logits` and `next_0`, `next_1
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from offramp.measuring.confidence import confidences
-
-State = tuple[Any, ...]
-
+from offramp.running.engines.protocol import EngineState
 
 _shared = False
 
@@ -65,6 +63,7 @@ class OnnxEngine:
         self.sessions = [ort.InferenceSession(s, options, providers=["CPUExecutionProvider"]) for s in sources]
         self.names = [[i.name for i in session.get_inputs()] for session in self.sessions]
         self.num_exits, self.ahead = len(self.sessions), 0
+        self.place = f"{platform.processor() or platform.machine()} CPU, {os.cpu_count()} cores"
         self.measure, self.temperatures = measure, temperatures
 
     def use(self, slot: int) -> None:
@@ -73,14 +72,14 @@ class OnnxEngine:
     def active(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def begin(self, images: np.ndarray) -> State:
+    def begin(self, images: np.ndarray) -> EngineState:
         return (np.ascontiguousarray(images, np.float32),)
 
-    def run(self, k: int, state: State) -> tuple[np.ndarray, State]:
+    def run(self, k: int, state: EngineState) -> tuple[np.ndarray, EngineState]:
         logits, *after = self.sessions[k - 1].run(None, dict(zip(self.names[k - 1], state, strict=True)))
         return logits, tuple(after)
 
-    def logits(self, k: int, state: State) -> tuple[np.ndarray, State]:
+    def logits(self, k: int, state: EngineState) -> tuple[np.ndarray, EngineState]:
         return self.run(k, state)
 
     def judge(self, k: int, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -88,16 +87,19 @@ class OnnxEngine:
         with np.errstate(invalid="ignore"):
             return confidences(logits[None], self.measure, own, checked=False)[0], logits.argmax(-1)
 
-    def gather(self, k: int, parts: Sequence[tuple[State, np.ndarray]]) -> State:
+    def gather(self, k: int, parts: Sequence[tuple[EngineState, np.ndarray]]) -> EngineState:
         room, begin = self.room(parts[0][0], sum(len(rows) for _, rows in parts)), 0
         for state, rows in parts:
             self.put(state, rows, room, begin)
             begin += len(rows)
         return room
 
-    def room(self, state: State, samples: int) -> State:
+    def room(self, state: EngineState, samples: int) -> EngineState:
         return tuple(np.empty((samples, *array.shape[1:]), array.dtype) for array in state)
 
-    def put(self, state: State, rows: np.ndarray, room: State, begin: int) -> None:
+    def put(self, state: EngineState, rows: np.ndarray, room: EngineState, begin: int) -> None:
         for array, slot in zip(state, room, strict=True):  # `clip` lets numpy write in place; rows are always valid
             np.take(array, rows, axis=0, out=slot[begin : begin + len(rows)], mode="clip")
+
+    def wait(self) -> None:
+        pass

@@ -1,29 +1,13 @@
-"""Tables for people: title, columns and rows of text, which go to the terminal, to Markdown and to CSV alike."""
+"""Tables that verbs print: every exit of a run or a bundle, a policy, what each exit of a network costs."""
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-import numpy as np
-
-from offramp.common.console import millions
+from offramp.common.formatting import Table, millions
 from offramp.measuring.policy import Policies
+from offramp.running.bundle import BundleScore
 from offramp.runs.outputs import EvalSummary
-
-if TYPE_CHECKING:
-    from offramp.running.bundle_eval import BundleScore
-
-Table = tuple[str, list[str], list[list[str]]]
-
-
-def with_spread(values: Sequence[float] | np.ndarray, digits: int = 2) -> str:
-    """The mean, and the standard deviation where there is more than one."""
-    mean = f"{np.mean(values):.{digits}f}"
-    return mean if len(values) < 2 else f"{mean} ± {np.std(values, ddof=1):.{digits}f}"
 
 
 def anytime_table(summary: EvalSummary) -> Table:
@@ -72,16 +56,3 @@ def policy_table(found: Policies) -> Table:
             f"and right for the whole network ({p.lost} of the {p.samples:,} it was certified on)"
         )
     return title, ["exit", "mul-adds", f"leaves from {found.measure}", "share %"], rows
-
-
-def to_markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown; bars in cells are escaped."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
-
-
-def to_csv(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table as comma-separated values."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
-    return text.getvalue()

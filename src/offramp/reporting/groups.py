@@ -18,14 +18,14 @@ import numpy as np
 
 from offramp.common.files import read_json
 from offramp.measuring.calibrate import q_family, searched_family
-from offramp.measuring.confidence import Answers, answers, fit_temperatures
+from offramp.measuring.confidence import Predictions, fit_temperatures
 from offramp.measuring.metrics import Curve, ExitMetrics, Overthinking, curve, exit_metrics, overthinking
-from offramp.measuring.policy import Policies
+from offramp.measuring.policy import FAMILIES, Policies, outcome, read_policies
 from offramp.reporting.weight_history import History, sample_files, weight_history
 from offramp.runs.config import RunConfig, decisive
-from offramp.runs.folder import CONFIG, read_config, read_metrics
-from offramp.runs.outputs import EVAL, SUMMARY, EvalSummary, Outputs, read_arrays, read_outputs, read_summary
-from offramp.runs.recipe import list_recipes, load_recipe
+from offramp.runs.folder import CONFIG, POLICY, read_config, read_metrics
+from offramp.runs.outputs import EVAL, SUMMARY, EvalSummary, SavedOutputs, read_arrays, read_outputs, read_summary
+from offramp.runs.recipe import recipe_of
 
 log = logging.getLogger("offramp")
 
@@ -40,14 +40,14 @@ class RunData:
     config: RunConfig
     summary: EvalSummary
     log: list[dict[str, Any]]
-    test: Outputs
-    answers: Answers
+    test: SavedOutputs
+    predictions: Predictions
     policies: Policies | None  # none where training left no calibration split
 
     @cached_property
-    def plain(self) -> Answers:
-        """The answers with plain max softmax as the confidence, whatever the policies use."""
-        return answers(self.test.logits, self.test.labels)
+    def plain(self) -> Predictions:
+        """The predictions with plain max softmax as the confidence, whatever the policies use."""
+        return Predictions.of(self.test.logits, self.test.labels)
 
     @cached_property
     def metrics(self) -> list[ExitMetrics]:
@@ -55,7 +55,7 @@ class RunData:
 
     @cached_property
     def overthinking(self) -> Overthinking:
-        return overthinking(self.answers.right)
+        return overthinking(self.predictions.right)
 
     @cached_property
     def curves(self) -> dict[str, Curve]:
@@ -66,7 +66,7 @@ class RunData:
         """Accuracy against any price per exit."""
         if self.policies is None or len(prices) != len(self.summary.costs):
             return {}
-        return {name: curve(self.answers, self.policies.family(name), prices) for name in ("q", "searched")}
+        return {name: curve(self.predictions, self.policies.family(name), prices) for name in ("q", "searched")}
 
     @cached_property
     def samples(self) -> dict[str, np.ndarray] | None:
@@ -157,18 +157,45 @@ def _is_whole(folder: Path) -> bool:
 
 
 def read_run(folder: Path, measure: str = "max_softmax", temperature: bool = False) -> RunData:
-    """Read one run and calibrate its policies."""
+    """Read one run and its policies, searched for where `offramp calibrate` left none that suit."""
     summary, config = read_summary(folder), read_config(folder)
     test = read_outputs(folder, "test")
-    policies, temperatures = None, None
+    policies = None
     if "calibration" in summary.samples:
         saved = read_outputs(folder, "calibration")
-        temperatures = fit_temperatures(saved.logits, saved.labels) if temperature else None
-        given = answers(saved.logits, saved.labels, measure, temperatures)
-        found = (*q_family(given, summary.costs), *searched_family(given, summary.costs))
-        policies = Policies(measure, temperatures, summary.costs, found, 0)
-    on_test = answers(test.logits, test.labels, measure, temperatures)
+        policies = saved_policies(folder, saved, summary.costs, measure, temperature)
+        policies = policies or searched_policies(saved, summary.costs, measure, temperature)
+    temperatures = None if policies is None else policies.temperatures
+    on_test = Predictions.of(test.logits, test.labels, measure, temperatures)
     return RunData(folder, config, summary, read_metrics(folder), test, on_test, policies)
+
+
+def saved_policies(
+    folder: Path, saved: SavedOutputs, costs: tuple[int, ...], measure: str, temperature: bool
+) -> Policies | None:
+    """What `offramp calibrate` found, if it is what is asked for and was found on this very evaluation."""
+    path = folder / POLICY
+    if not path.is_file():
+        return None
+    known = read_policies(path)
+    asked = (known.measure, known.temperatures is not None, known.costs) == (measure, temperature, costs)
+    if not asked or not all(known.family(name) for name in FAMILIES):
+        return None
+    given = Predictions.of(saved.logits, saved.labels, measure, known.temperatures)
+    for policy in known.policies:
+        found = outcome(given, policy.thresholds, costs)
+        if not np.allclose((found.top1, found.cost), (policy.top1, policy.mul_adds), rtol=1e-6):
+            log.warning("%s was found on another evaluation; its policies are searched for again", path)
+            return None
+    return known
+
+
+def searched_policies(saved: SavedOutputs, costs: tuple[int, ...], measure: str, temperature: bool) -> Policies:
+    """Both families of policies, found on the calibration split."""
+    temperatures = fit_temperatures(saved.logits, saved.labels) if temperature else None
+    given = Predictions.of(saved.logits, saved.labels, measure, temperatures)
+    found = (*q_family(given, costs), *searched_family(given, costs))
+    return Policies(measure, temperatures, costs, found, 0)
 
 
 def gather(paths: Sequence[str | Path], measure: str = "max_softmax", temperature: bool = False) -> list[Group]:
@@ -218,14 +245,8 @@ def _labels(runs: Sequence[RunData]) -> list[str]:
 
 def paper_top1(config: RunConfig) -> tuple[float, ...] | None:
     """What the paper reports for a run's recipe, in %, if network, data and method are still the recipe's."""
-    if config.recipe not in list_recipes():
-        return None
-    recipe = load_recipe(config.recipe)
-    own, used = (
-        (c.model.name, c.model.overrides, c.data.name, c.data.imbalance, method_label(c))
-        for c in (decisive(recipe.config), decisive(config))
-    )
-    return recipe.paper_top1 if own == used else None
+    recipe = recipe_of(config)
+    return None if recipe is None else recipe.paper_top1
 
 
 def method_label(config: RunConfig) -> str:

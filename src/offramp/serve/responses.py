@@ -14,8 +14,8 @@ from pydantic import BaseModel, Field
 
 from offramp.running.bundle import Bundle
 from offramp.running.pool import Left
-from offramp.serve.forms import JsonRequest, Limits
-from offramp.serve.service import Answers
+from offramp.serve.requests import JsonRequest, Limits
+from offramp.serve.service import RequestResult
 
 
 class Guess(BaseModel):
@@ -63,8 +63,8 @@ REQUEST_BODY = {
 }
 
 
-def answer(bundle: Bundle, given: Answers, reveal: bool) -> dict[str, Any]:
-    """The JSON of a request's answers."""
+def response(bundle: Bundle, given: RequestResult, reveal: bool) -> dict[str, Any]:
+    """The JSON that a request is answered with."""
     sure = reveal or not _chose_a_limit(given.limits, len(bundle.costs))
     predictions = [_prediction(bundle, left, sure, reveal) for left in given.left]
     return {"predictions": predictions, "limited": given.limited}

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from helpers.training import settings
 from offramp import create_model
 from offramp.training.lookahead import check_optimizer
-from offramp.training.meta_gradient import ENGINES, Forward, Problem, generator_states
-from offramp.training.objectives.losses import exit_losses
+from offramp.training.meta_gradient import ESTIMATORS, Problem
+from offramp.training.method import Method
+from offramp.training.objectives import Half, exit_losses
+from offramp.training.step import forward
+from offramp.training.weighting import UniformWeighting
 
 EXITS = 3
 
@@ -48,12 +53,11 @@ def batch(seed: int, shape: tuple[int, ...] = (6,)) -> tuple[Tensor, Tensor]:
 def problem(
     model: nn.Module, optimizer: torch.optim.Optimizer, shape: tuple[int, ...] = (6,), **more: object
 ) -> Problem:
-    images, labels = batch(1, shape)
-    states = generator_states(images.device)
-    losses = exit_losses(model(images), labels)
+    method = Method(UniformWeighting(), settings(**more))
+    train = forward(model, method, Half(*batch(1, shape)), keeps=False)
     draw = torch.Generator().manual_seed(9)
-    weights = 0.5 + torch.rand(losses.shape, generator=draw, dtype=torch.float64)
-    return Problem(model, optimizer, Forward(images, labels, losses, states), weights, *batch(2, shape), **more)
+    weights = 0.5 + torch.rand(train.losses_BK.shape, generator=draw, dtype=torch.float64)
+    return Problem(model, optimizer, method, train, weights, Half(*batch(2, shape)))
 
 
 def warm_up(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, shape: tuple[int, ...] = (6,)) -> None:
@@ -93,14 +97,14 @@ def test_forward_mode_equals_double_backward(name: str, steps: int, objective: s
     optimizer = OPTIMIZERS[name](model)
     warm_up(model, optimizer, steps)
     given = problem(model, optimizer, objective=objective, q=0.6)
-    exact = ENGINES["double_backward"](given)
-    ours = ENGINES["forward_mode"](given)
+    exact = ESTIMATORS["double_backward"](given)
+    ours = ESTIMATORS["forward_mode"](given)
     assert exact.weights_BK.abs().max() > 1e-7
     scale = exact.weights_BK.abs().max()
     assert (ours.weights_BK - exact.weights_BK).abs().max() < 1e-10 * max(1, scale)
     assert (ours.weights_BK - exact.weights_BK).norm() < 1e-9 * exact.weights_BK.norm()
     torch.testing.assert_close(ours.loss, exact.loss, rtol=1e-12, atol=0)
-    rough = ENGINES["finite_difference"](given)
+    rough = ESTIMATORS["finite_difference"](given)
     assert (rough.weights_BK - exact.weights_BK).norm() < 1e-5 * exact.weights_BK.norm()
 
 
@@ -133,7 +137,6 @@ def test_the_look_ahead_is_the_optimisers_own_step(name: str) -> None:
 def test_against_brute_force_over_the_weights() -> None:
     """No autograd at all on the outer level: nudge a weight, redo the look-ahead, look at the meta loss."""
     from offramp.training.lookahead import look_ahead
-    from offramp.training.meta_gradient import meta_loss
 
     torch.manual_seed(0)
     model = Net().double()
@@ -146,9 +149,9 @@ def test_against_brute_force_over_the_weights() -> None:
         loss = (weights * given.train.losses_BK).sum(1).mean()
         found = torch.autograd.grad(loss, list(params.values()), retain_graph=True, allow_unused=True)
         moved = look_ahead(optimizer, params, dict(zip(params, found, strict=True)), "optimizer")
-        return meta_loss(given, moved.params).detach()
+        return given.meta_loss_at(moved.params).detach()
 
-    ours = ENGINES["forward_mode"](given).weights_BK
+    ours = ESTIMATORS["forward_mode"](given).weights_BK
     for i, k in ((0, 0), (5, 1), (11, 2)):
         nudge = torch.zeros_like(ours)
         nudge[i, k] = 1e-4
@@ -156,7 +159,7 @@ def test_against_brute_force_over_the_weights() -> None:
         torch.testing.assert_close(ours[i, k], slope, rtol=1e-6, atol=1e-10)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ESTIMATORS)
 def test_a_look_ahead_leaves_everything_untouched(engine: str) -> None:
     torch.manual_seed(0)
     model = Net(dropout=0.3).double()
@@ -166,7 +169,7 @@ def test_a_look_ahead_leaves_everything_untouched(engine: str) -> None:
     before = {k: v.clone() for k, v in model.state_dict().items()}
     buffers = {p: s["momentum_buffer"].clone() for p, s in optimizer.state.items()}
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    ENGINES[engine](given)
+    ESTIMATORS[engine](given)
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(torch.equal(optimizer.state[p]["momentum_buffer"], b) for p, b in buffers.items())
     assert all(torch.equal(p.grad, gradients[n]) for n, p in model.named_parameters() if p.grad is not None)
@@ -179,9 +182,9 @@ def test_dropout_draws_the_same_mask_in_every_pass_over_the_train_half() -> None
     optimizer = OPTIMIZERS["momentum"](model)
     given = problem(model, optimizer)
     torch.manual_seed(123)
-    exact = ENGINES["double_backward"](given).weights_BK
+    exact = ESTIMATORS["double_backward"](given).weights_BK
     torch.manual_seed(123)
-    ours = ENGINES["forward_mode"](given).weights_BK
+    ours = ESTIMATORS["forward_mode"](given).weights_BK
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(given.train_losses_at(dict(model.named_parameters())), given.train.losses_BK)
 
@@ -192,7 +195,7 @@ def test_one_of_our_networks() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     warm_up(model, optimizer, 1, (3, 32, 32))
     given = problem(model, optimizer, (3, 32, 32))
-    exact, ours = (ENGINES[e](given).weights_BK for e in ("double_backward", "forward_mode"))
+    exact, ours = (ESTIMATORS[e](given).weights_BK for e in ("double_backward", "forward_mode"))
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-12)
 
 
@@ -203,9 +206,9 @@ def test_plain_look_ahead_is_the_papers_formula() -> None:
     warm_up(model, optimizer, 2)
     given = problem(model, optimizer, look_ahead="plain")
     plain = torch.optim.SGD(two_groups(model), lr=0.1)
-    same = Problem(**{**vars(given), "optimizer": plain, "look_ahead": "optimizer"})
+    same = replace(given, optimizer=plain, method=replace(given.method, settings=settings()))
     for engine in ("forward_mode", "double_backward"):
-        torch.testing.assert_close(ENGINES[engine](given).weights_BK, ENGINES[engine](same).weights_BK)
+        torch.testing.assert_close(ESTIMATORS[engine](given).weights_BK, ESTIMATORS[engine](same).weights_BK)
 
 
 def test_a_second_moment_of_zero_gives_a_finite_slope() -> None:
@@ -218,29 +221,28 @@ def test_a_second_moment_of_zero_gives_a_finite_slope() -> None:
     assert all(torch.isfinite(slope).all() for group in moved.groups for slope in group.slope)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ESTIMATORS)
 def test_dead_params_and_a_rate_of_zero_give_finite_gradients(engine: str) -> None:
     torch.manual_seed(0)
     model = Net().double()
     nn.init.zeros_(model.heads[2].weight)  # what is below it gets no gradient: its second moment is zero
     for optimizer in (torch.optim.AdamW(two_groups(model), lr=0.01), torch.optim.SGD(model.parameters(), lr=0.0)):
-        found = ENGINES[engine](problem(model, optimizer)).weights_BK
+        found = ESTIMATORS[engine](problem(model, optimizer)).weights_BK
         assert found.isfinite().all()
     assert found.abs().max() == 0
 
 
-def test_half_precision_does_not_drown_the_difference() -> None:
+def test_16_bits_do_not_drown_the_difference() -> None:
     from functools import partial
 
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x, y = batch(1)
-    forward = Forward(x.float(), y, exit_losses(model(x.float()), y), generator_states(x.device))
-    meta = batch(2)
-    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
-    given = Problem(model, optimizer, forward, torch.ones(16, EXITS), meta[0].float(), meta[1], autocast=autocast)
-    exact, rough = (ENGINES[e](given).weights_BK for e in ("forward_mode", "finite_difference"))
+    train, meta = (Half(x.float(), y) for x, y in (batch(1), batch(2)))
+    passed = forward(model, Method(UniformWeighting()), train, keeps=False)
+    method = Method(UniformWeighting(), settings(), autocast=partial(torch.autocast, "cpu", torch.bfloat16))
+    given = Problem(model, optimizer, method, passed, torch.ones(16, EXITS), meta)
+    exact, rough = (ESTIMATORS[e](given).weights_BK for e in ("forward_mode", "finite_difference"))
     assert (rough - exact).norm() < 0.1 * exact.norm()
 
 
@@ -258,9 +260,9 @@ def test_attention_has_tangents() -> None:
     torch.manual_seed(0)
     model = Attends().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ours = ENGINES["forward_mode"](problem(model, optimizer, (5, 8))).weights_BK
+    ours = ESTIMATORS["forward_mode"](problem(model, optimizer, (5, 8))).weights_BK
     with sdpa_kernel(SDPBackend.MATH):  # double backward needs the plain form from the first forward on
-        exact = ENGINES["double_backward"](problem(model, optimizer, (5, 8))).weights_BK
+        exact = ESTIMATORS["double_backward"](problem(model, optimizer, (5, 8))).weights_BK
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-12)
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from helpers.browser import NEEDS_CHROMIUM, assert_tidy, opened
 from helpers.saved import COSTS, write_run
-from offramp.common.console import millions
+from offramp.common.formatting import millions
 from offramp.measuring.policy import outcome
-from offramp.reporting.gather import gather
+from offramp.reporting.groups import gather
 from offramp.reporting.report import write_report
 
 pytestmark = NEEDS_CHROMIUM
@@ -57,7 +57,7 @@ def test_the_slider_shows_the_numbers_that_python_computes(page: Any, folder: Pa
         budget = COSTS[0] * (COSTS[-1] / COSTS[0]) ** (step / 400)
         fitting = [p for p in run.policies.family(family) if p.mul_adds <= budget * (1 + 1e-12)]
         policy = fitting[-1] if fitting else run.policies.family(family)[0]
-        own = outcome(run.answers, policy.thresholds, COSTS)
+        own = outcome(run.predictions, policy.thresholds, COSTS)
         assert page.inner_text("#top1") == f"{100 * own.top1:.2f} %"
         assert page.inner_text("#cost") == millions(own.cost)
         assert page.inner_text("#saved") == f"{100 * (1 - own.cost / COSTS[-1]):.1f} %"

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from helpers.runs import SMALL_RUN
-from offramp.training.processes import World, joined_world
-from offramp.training.step import Method, iterate
-from offramp.training.weighting import LearnedWeighting
+from helpers.training import by, learned
+from offramp.training.processes import Processes, joined_processes
+from offramp.training.step import train_step
 
 
 class Net(nn.Module):
@@ -30,20 +30,19 @@ class Net(nn.Module):
         return [self.a(h), self.b(self.two(h).tanh())]
 
 
-def train(world: World, centring: str, steps: int = 6) -> dict[str, Tensor]:
+def train(processes: Processes, centring: str, steps: int = 6) -> dict[str, Tensor]:
     """Several iterations on this process's part of the same batches."""
     torch.manual_seed(0)
     model = Net().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
-    weighting = LearnedWeighting(2, learning_rate=0.01, centring=centring, bound=True)
-    weighting.net.double()
-    method = Method(weighting, world=world)
+    weighting = learned(2, learning_rate=0.01, centring=centring, bound=True, double=True)
+    method = by(weighting, processes=processes)
     draw = torch.Generator().manual_seed(1)
     for step in range(steps):
         x = torch.randn(24, 6, generator=draw, dtype=torch.float64)
         y = torch.randint(4, (24,), generator=draw)
-        places = world.own_places(24)
-        halves = iterate(model, optimizer, method, x[places], y[places], step)
+        places = processes.own_places(24)
+        halves = train_step(model, optimizer, method, x[places], y[places], step)
     found = {f"model.{k}": v for k, v in model.state_dict().items()}
     found |= {f"net.{k}": v for k, v in weighting.net.state_dict().items()}
     return found | {"loss": halves[-1].loss, "meta_loss": halves[-1].meta_loss}
@@ -58,11 +57,18 @@ def free_port() -> int:
 def start(command: list[str], size: int) -> None:
     """Run a command in several processes, as torchrun would, and wait for all of them."""
     port = str(free_port())
-    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     processes = [
         subprocess.Popen(
             command,
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={
+                **os.environ,
+                **common,
+                "PYTHONPATH": os.pathsep.join(sys.path),
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -75,7 +81,7 @@ def start(command: list[str], size: int) -> None:
 
 @pytest.mark.parametrize("centring", ["exit", "batch", "all", "both"])
 def test_two_processes_give_what_one_gives(tmp_path: Path, centring: str) -> None:
-    alone = train(World(), centring)
+    alone = train(Processes(), centring)
     start([sys.executable, __file__, centring, str(tmp_path)], 2)
     for rank in range(2):
         together = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
@@ -109,10 +115,10 @@ def test_both_phases_of_imta_train_in_two_processes(tmp_path: Path) -> None:
 
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(ValueError, match="shared evenly by 3 processes"):
-        World(0, 3).own_places(16)
-    assert World(1, 2).own_places(8).tolist() == [2, 3, 6, 7]
+        Processes(0, 3).own_places(16)
+    assert Processes(1, 2).own_places(8).tolist() == [2, 3, 6, 7]
 
 
 if __name__ == "__main__":
-    with joined_world(torch.device("cpu")) as everyone:
+    with joined_processes(torch.device("cpu")) as everyone:
         torch.save(train(everyone, sys.argv[1]), Path(sys.argv[2]) / f"{everyone.rank}.pt")

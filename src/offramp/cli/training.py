@@ -1,0 +1,113 @@
+"""The verbs that make run folders: recipes, train, eval, and the demo, which does it all on the embedded digits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from offramp.cli.options import DataDir, Device, Settings, command, numbers
+from offramp.common.console import print_table, say
+
+verbs = typer.Typer()
+
+
+@verbs.command()
+def recipes() -> None:
+    """List the packaged recipes and what each of them claims."""
+    from offramp.runs.recipe import list_recipes, load_recipe
+
+    rows = []
+    for recipe in map(load_recipe, list_recipes()):
+        paper = " ".join(f"{top1:.2f}" for top1 in recipe.paper_top1 or ())
+        rows.append([recipe.name, f"{recipe.claim} Paper: {paper} % top-1." if paper else recipe.claim])
+    print_table("Recipes", ["name", "claim"], rows)
+
+
+@verbs.command()
+def train(
+    recipe: Annotated[str, typer.Argument(help="A packaged recipe (see `offramp recipes`) or a TOML file.")],
+    out: Annotated[Path, typer.Option(help="The run folder to write.")],
+    settings: Settings = None,
+    data_dir: DataDir = None,
+    device: Device = "auto",
+    resume: Annotated[bool, typer.Option(help="Go on with the run in --out.")] = False,
+    seeds: Annotated[
+        str | None, typer.Option(help="Several runs, such as 0,1,2, into --out/seed-0 and so on; at once on a GPU.")
+    ] = None,
+) -> None:
+    """Train a network into a run folder.
+
+    For example: offramp train digits-baseline --out runs/first --set train.epochs=3
+    """
+    from offramp.runs.config import with_settings
+    from offramp.runs.recipe import load_recipe
+    from offramp.training.train import train_runs
+
+    changes = list(settings or [])
+    if data_dir is not None:
+        changes.append(f"data.dir={json.dumps(str(data_dir), ensure_ascii=False)}")
+    config = with_settings(load_recipe(recipe).config, changes)
+    jobs = [(config, out)]
+    if seeds is not None:  # the same seed twice is one run
+        own = dict.fromkeys(numbers(seeds, int))
+        jobs = [(with_settings(config, [f"seed={seed}"]), out / f"seed-{seed}") for seed in own]
+    train_runs(jobs, device=device, resume=resume)
+    for _, run in jobs:
+        say(f"trained: {run}\nnext: {command('eval', run)}")
+
+
+@verbs.command("eval")
+def evaluate(
+    run: Annotated[str, typer.Argument(help="A finished run folder; or a bundle, or a network that comes trained.")],
+    data: Annotated[str | None, typer.Option(help="For a bundle: the data set to try it on, cifar100 say.")] = None,
+    data_dir: DataDir = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="For a bundle: a setting of the data.")
+    ] = None,
+    device: Device = "auto",
+) -> None:
+    """Evaluate every exit of a run on its calibration and test splits, and save the logits.
+
+    Of a bundle, nothing is saved: offramp eval msdnet5-cifar100 --data cifar100 --data-dir D
+    """
+    from offramp.cli.tables import anytime_table
+    from offramp.common.pretrained import is_bundle
+    from offramp.training.evaluate import evaluate_run
+
+    if is_bundle(run):
+        _evaluate_bundle(run, data, data_dir, settings or [], device)
+        return
+    if data is not None or settings:
+        raise ValueError(f"{run} is no bundle; a run is evaluated on its own data, --data and --set are for bundles")
+    summary = evaluate_run(run, data_dir=data_dir, device=device)
+    print_table(*anytime_table(summary))
+    policies = f"{command('calibrate', run)}, or " if "calibration" in summary.samples else ""
+    say(f"saved: {Path(run) / 'eval'}\nnext: {policies}{command('report', run)}")
+
+
+def _evaluate_bundle(bundle: str, data: str | None, data_dir: Path | None, settings: list[str], device: str) -> None:
+    from offramp.cli.tables import bundle_table
+    from offramp.data import load_dataset
+    from offramp.running.bundle import evaluate_bundle, load_bundle
+    from offramp.runs.config import data_config
+
+    if data is None:
+        raise ValueError(f"{bundle} is a bundle; say which data set to try it on: --data cifar100, for example")
+    own = data_config(data, settings)
+    loaded = load_bundle(bundle, device=device, own_process=True)
+    images = load_dataset(own.name, data_dir=data_dir or own.dir, seed=loaded.card.seed, **own.given())
+    print_table(*bundle_table(bundle, evaluate_bundle(loaded, images)))
+
+
+@verbs.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the demo's runs; a new one is made in it.")] = Path("runs"),
+    device: Device = "auto",
+) -> None:
+    """Train a small network on the embedded digits, conventionally and with learned weights, and compare."""
+    from offramp.cli.demo import run_demo
+
+    run_demo(out, device)
