@@ -22,8 +22,6 @@ pytest_plugins = ["helpers.bundles"]
 torch.set_num_threads(1)  # threads of several test processes would spin against each other
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"  # and those of processes that tests start
-    ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"
-)  # and of their children
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels are read as Python; Triton must know before it is first imported
 

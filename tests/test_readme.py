@@ -17,7 +17,13 @@ from offramp.runs.config import RunConfig
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PYTHON = [code for page in PAGES for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)]
+RUN_ELSEWHERE = "extending.md"  # tests/cli/test_extending.py
+PYTHON = [
+    code
+    for page in PAGES
+    if page.name != RUN_ELSEWHERE
+    for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+]
 COMMANDS = re.findall(r"^    (offramp .*?)(?: *#.*)?$", README, re.MULTILINE)
 
 

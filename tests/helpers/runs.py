@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
 
 from offramp.cli import main
+from offramp.models.weights import read_tensors
+from offramp.runs.config import RunConfig
+
+Config = Callable[..., RunConfig]
 
 SMALL_NET = "model.overrides={blocks=[1, 1], base_width=4, growth=4, head_width=8}"
 SMALL_RUN = (
@@ -26,3 +33,8 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     with pytest.raises(SystemExit) as left:
         main()
     return int(left.value.code or 0)
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    left, right = (read_tensors(run / "model.safetensors") for run in (a, b))
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)

@@ -16,15 +16,10 @@ from helpers.saved import COSTS, write_run
 from offramp.cli import main
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run, stage_times
 from offramp.measuring.confidence import Predictions, confidences, fit_temperatures
-from offramp.measuring.policy import Policies, Policy, exits_taken, outcome, read_policies
+from offramp.measuring.policy import Policies, exits_taken, outcome, read_policies
 from offramp.measuring.risk import halves, lost
 from offramp.measuring.thresholds import Q_GRID, q_thresholds
 from offramp.runs.outputs import read_outputs
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Path:
-    return write_run(tmp_path / "run")
 
 
 def on_calibration(run: Path, policies: Policies):
@@ -196,43 +191,6 @@ def test_runs_that_cannot_be_calibrated_are_sentences(run: Path, tmp_path: Path)
         calibrate_run(run)
     with pytest.raises(ValueError, match="has not been evaluated"):
         calibrate_run(tmp_path)
-
-
-def test_a_bundle_picks_the_dearest_policy_that_fits(run: Path) -> None:
-    for request in (PolicyRequest(q=0.75), PolicyRequest(budget_mul_adds=2e6), PolicyRequest(risk=0.1)):
-        found = calibrate_run(run, request)
-        own = found.within(2.5e6)
-        family = "q" if request.q else "searched"
-        assert own == max((p for p in found.family(family) if p.mul_adds <= 2.5e6), key=lambda p: p.mul_adds)
-    assert found.at_q(0.62).q == 0.6
-    with pytest.raises(ValueError, match="below exit 1's cost"):
-        found.within(10.0)
-
-
-def test_damaged_policy_files_are_sentences(run: Path) -> None:
-    calibrate_run(run)
-    good = json.loads((run / "policy.json").read_text())
-    changes = {
-        "policy schema 2 is not known": {"schema": 2},
-        "measure 'no' is not known": {"measure": "no"},
-        "needs 3 temperatures": {"temperatures": [1.0]},
-        "chosen policy 999 is not there": {"chosen": 999},
-        "needs 3 thresholds": {"costs": [1, 2, 3, 4]},
-        "is not a policy file": {"policies": [{}]},
-    }
-    for words, change in changes.items():
-        (run / "policy.json").write_text(json.dumps({**good, **change}))
-        with pytest.raises(ValueError, match=words):
-            read_policies(run / "policy.json")
-    (run / "policy.json").write_text("[]")
-    with pytest.raises(ValueError, match="is not a policy file"):
-        read_policies(run / "policy.json")
-
-
-def test_nobody_leaves_is_null_in_the_file() -> None:
-    policy = Policy("q", 1.0, (math.inf, 0.5), 1.0, (0.5, 0.5, 0.0), 0.9)
-    assert policy.to_json()["thresholds"] == [None, 0.5]
-    assert Policy.from_json(policy.to_json()) == policy
 
 
 def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,10 +19,11 @@ from PIL import Image
 
 from helpers.saved import COSTS, write_run
 from offramp.cli import main
+from offramp.measuring.calibrate import calibrate_run, searched_family
 from offramp.measuring.policy import outcome
 from offramp.reporting import report_tables as tables
 from offramp.reporting.figures import training_curves
-from offramp.reporting.groups import Group, find_runs, gather
+from offramp.reporting.groups import Group, find_runs, gather, read_run
 from offramp.reporting.headline import compare, headline
 from offramp.reporting.paper_figures import FIGURES, write_figures
 from offramp.reporting.report import write_report
@@ -391,3 +392,77 @@ def test_the_command_line(
         shown = capsys.readouterr()
         assert left.value.code == (0 if expected else 2)
         assert (expected or "offramp: ") in (shown.out if expected else shown.err)
+
+
+def change(run: Path, *path: str, value: object) -> None:
+    """Change one setting of a run's config.json."""
+    config = json.loads((run / "config.json").read_text())
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    (run / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"), [(("train", "save_seconds"), 600.0), (("train", "eval_every"), 3), (("data", "workers"), 2)]
+)
+def test_what_decides_nothing_does_not_part_a_pair(runs: Path, path: tuple[str, ...], value: object) -> None:
+    before = headline(gather([runs]))
+    for seed in (0, 1):
+        change(runs / f"learned/seed-{seed}", *path, value=value)
+    assert "learned weights need" in before and headline(gather([runs])) == before
+
+
+def test_runs_trained_differently_are_no_pair(runs: Path) -> None:
+    for seed in (0, 1):
+        change(runs / f"learned/seed-{seed}", "train", "epochs", value=77)
+    assert "learned weights need" not in headline(gather([runs]))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("model", "overrides"), {"blocks": [1, 1, 1]}),
+        (("weighting", "delta"), 0.3),
+        (("data", "imbalance"), 10.0),
+    ],
+)
+def test_figures_pass_over_what_is_no_longer_its_recipe(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, path: tuple[str, ...], value: object
+) -> None:
+    costs = tuple(1_000_000 * k for k in range(1, 6))
+    run = write_run(tmp_path / "runs/a", "cifar100-msdnet5-learned-paper", costs=costs)
+    assert write_figures([tmp_path / "runs"], tmp_path / "figures").files
+    change(run, *path, value=value)
+    with pytest.raises(ValueError, match="none of these runs was trained with a recipe"):
+        write_figures([tmp_path / "runs"], tmp_path / "figures")
+    assert "no longer those of cifar100-msdnet5-learned-paper" in caplog.text
+
+
+def test_the_report_reads_the_policies_that_were_found(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = runs / "baseline/seed-0"
+    searched = read_run(run).policies
+    found = calibrate_run(run)
+    searches: list[str] = []
+
+    def seen(*given: object) -> list[object]:
+        searches.append("searched")
+        return searched_family(*given)
+
+    monkeypatch.setattr("offramp.reporting.groups.searched_family", seen)
+    known = read_run(run).policies
+    assert not searches and searched is not None and known is not None
+    for family in ("q", "searched"):  # with the chosen one among them
+        assert [p for p in known.family(family) if p != known.policy or p in searched.policies] == searched.family(
+            family
+        )
+    assert known.policy == found.policy
+    read_run(run, measure="margin")
+    read_run(run, temperature=True)
+    assert len(searches) == 2 and not caplog.text  # other policies than those are asked for
+    write_run(run, seed=5)  # evaluated again, with other logits
+    read_run(run)
+    assert len(searches) == 3 and "was found on another evaluation" in caplog.text

@@ -9,29 +9,11 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
-from PIL import Image
 
 from helpers.runs import call
-from offramp import load_bundle, load_dataset
-from offramp.running.packing import MeasuredPacking
+from offramp import load_bundle
 from offramp.running.predict import expand, predict
-from offramp.running.runtime import AlwaysPack
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Thirty images in two folders, two files that are none, and one that is no image by name."""
-    root = tmp_path_factory.mktemp("images")
-    thumbs = load_dataset("digits", train=512, calibration=200, test=400).thumbnails("test", np.arange(30))
-    for at, image in enumerate(thumbs):
-        path = root / ("a" if at % 2 else "b") / f"{at:02d}.png"
-        path.parent.mkdir(exist_ok=True)
-        Image.fromarray(image).save(path)
-    (root / "a" / "broken.jpg").write_bytes(b"not an image")
-    (root / "b" / "notes.txt").write_text("not looked at")
-    return root
 
 
 def test_hidden_files_and_folders_are_no_images(tmp_path: Path) -> None:
@@ -154,30 +136,8 @@ def test_exporting_on_the_command_line(
     assert "is not a bundle" in capsys.readouterr().err
 
 
-def test_timing_a_bundle_and_a_model(
-    torch_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_q_that_cannot_be_asked_for_is_said(
+    torch_bundle: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert isinstance(load_bundle(torch_bundle).runtime().packing, AlwaysPack)
-    words = ["--batch", "1,8", "--q", "0.5", "--repeats", "2", "--device", "cpu"]
-    assert call(monkeypatch, "bench", "infer", torch_bundle, *words, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert set(found["stage_ms"]) == {"1", "2", "3"} and set(found["stage_ms"]["1"]) == {"1", "8"}
-    assert len(found["rows"]) == 4 and all(row["ours_ms"] > 0 and row["of_ideal"] > 0 for row in found["rows"])
-    assert call(monkeypatch, "bench", "infer", torch_bundle, *words) == 0
-    shown = capsys.readouterr().out
-    assert "packing pays" in shown
-    assert isinstance(load_bundle(torch_bundle).runtime().packing, MeasuredPacking)  # kept for later calls
-    assert call(monkeypatch, "bench", "infer", torch_bundle, "--batch", "a") == 2
-
-
-def test_what_cannot_be_timed_or_asked_for_is_said(
-    torch_bundle: Path, run: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for words, said in (
-        (("bench", "infer", run), "is a run or model folder; make a bundle of the run first"),
-        (("bench", "infer", torch_bundle, "--engine", "onnx"), "is a bundle for torch"),
-        (("predict", torch_bundle, folder, "--q", "-5"), "q must be a number above 0, got -5"),
-    ):
-        assert call(monkeypatch, *words) == 2
-        assert said in capsys.readouterr().err
+    assert call(monkeypatch, "predict", torch_bundle, folder, "--q", "-5") == 2
+    assert "q must be a number above 0, got -5" in capsys.readouterr().err

@@ -1,0 +1,18 @@
+"""`bench serve`: a server in a process of its own, asked for by the folder or the name of a bundle."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers.runs import call
+
+
+def test_a_network_that_comes_trained_is_loaded_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "serve", "msdnet5-cifar100", "--seconds", "1", "--clients", "2", "--json"]
+    assert call(monkeypatch, *words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] and found["accepted"] > 0 and found["wrong"] == 0
