@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,21 +21,36 @@ SMALL_NET = "model.overrides={blocks=[1, 1, 1], base_width=4, growth=4, head_wid
 SETTINGS = (SMALL_NET, "data.test=400", "data.train=512", "train.epochs=20")
 
 
-@pytest.fixture(scope="session")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("bundles") / "run"
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that the first of several test processes makes, and the others wait for."""
+    parallel = "PYTEST_XDIST_WORKER" in os.environ
+    root = (factory.getbasetemp().parent if parallel else factory.getbasetemp()) / "made-once"
+    root.mkdir(exist_ok=True)
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (root / name).exists():
+            make(root / f"{name}.part")
+            (root / f"{name}.part").rename(root / name)
+    return root / name
+
+
+def _train(folder: Path) -> None:
     config = with_settings(load_recipe("digits-baseline").config, [*SMALL_RUN, *SETTINGS, "data.calibration=200"])
     train_run(config, folder, device="cpu")
     evaluate_run(folder, device="cpu")
     calibrate_run(folder, PolicyRequest(q=0.9))
-    return folder
 
 
 @pytest.fixture(scope="session")
-def torch_bundle(run: Path) -> Path:
-    return export_run(run, run.parent / "torch-bundle")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, "run", _train)
 
 
 @pytest.fixture(scope="session")
-def onnx_bundle(run: Path) -> Path:
-    return export_run(run, run.parent / "onnx-bundle", format="onnx")
+def torch_bundle(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, "torch-bundle", lambda folder: export_run(run, folder))
+
+
+@pytest.fixture(scope="session")
+def onnx_bundle(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made_once(tmp_path_factory, "onnx-bundle", lambda folder: export_run(run, folder, format="onnx"))

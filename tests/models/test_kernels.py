@@ -151,6 +151,7 @@ def test_sums_repeat_and_no_trace_is_left() -> None:
     assert torch.equal(first, second) and all(map(torch.equal, before, ours.buffers()))
 
 
+@pytest.mark.slow  # where there is no GPU, kernels are interpreted
 def test_a_whole_step_agrees() -> None:
     """Two updates with learned weights, plain and with kernels: the same params, statistics and weight net."""
     torch.manual_seed(0)

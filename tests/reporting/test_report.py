@@ -305,7 +305,10 @@ def test_networks_of_different_depth_share_a_page(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("exits", "samples"), [(1, 50), (3, 1), (3, 2)])
 def test_the_smallest_runs_have_a_page(tmp_path: Path, exits: int, samples: int) -> None:
     run = write_run(tmp_path / "run", calibration=samples, test=samples, costs=COSTS[:exits])
-    assert write_report([run], tmp_path / "report.html").page.is_file()
+    page = write_report([run], tmp_path / "report.html").page.read_text()
+    shown = data_of(page)["runs"][0]
+    assert len(shown["costs"]) == exits and f"{samples} test images" in page
+    assert all(len(policy["shares"]) == exits for family in shown["families"].values() for policy in family)
 
 
 def test_damaged_files_are_sentences(tmp_path: Path) -> None:
@@ -334,14 +337,20 @@ def test_damaged_files_are_sentences(tmp_path: Path) -> None:
     assert not (tmp_path / "report.html").exists()
 
 
-def test_figures_keep_seeds_of_one_configuration_together(tmp_path: Path) -> None:
+def test_figures_keep_seeds_of_one_configuration_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     costs = (7, 14, 28, 42, 58)
-    write_run(tmp_path / "runs/a", "cifar100-msdnet5-baseline", costs=costs)
-    other = write_run(tmp_path / "runs/b", "cifar100-msdnet5-baseline", seed=1, costs=costs[:3])
-    config = json.loads((other / "config.json").read_text())
-    config["model"]["overrides"] = {"blocks": [1, 1, 1]}
-    (other / "config.json").write_text(json.dumps(config))
-    assert write_figures([tmp_path / "runs"], tmp_path / "figures").files
+    for seed in (0, 1):
+        write_run(tmp_path / f"runs/{seed}", "cifar100-msdnet5-baseline", seed=seed, costs=costs)
+    other = write_run(tmp_path / "runs/other", "cifar100-msdnet5-baseline", seed=2, costs=costs[:3])
+    change(other, "model", "overrides", value={"blocks": [1, 1, 1]})
+    drawn: list[list[int]] = []
+
+    def seen(groups: list[Group], family: str, axes: object) -> None:
+        drawn.extend([run.config.seed for run in group.runs] for group in groups)
+
+    monkeypatch.setattr("offramp.reporting.paper_figures.draw_accuracy", seen)
+    write_figures([tmp_path / "runs"], tmp_path / "figures")
+    assert drawn and all(seeds == [0, 1] for seeds in drawn)
 
 
 def test_first_phases_are_not_runs_of_their_own(tmp_path: Path) -> None:

@@ -242,11 +242,16 @@ def test_other_sessions_of_the_process_are_left_alone(onnx_bundle: Path) -> None
         "import onnxruntime as ort, offramp, numpy as np\n"
         f"path = {str(onnx_bundle)!r}\n"
         "images = np.zeros((1, 32, 32, 3), np.uint8)\n"
-        "offramp.load_bundle(path)(images)\n"
-        "offramp.load_bundle(path, threads=1)(images)\n"
-        "ort.InferenceSession(path + '/stage-1.onnx', providers=['CPUExecutionProvider'])\n"
+        "one = offramp.load_bundle(path)(images)\n"
+        "two = offramp.load_bundle(path, threads=1)(images)\n"
+        "own = ort.InferenceSession(path + '/stage-1.onnx', providers=['CPUExecutionProvider'])\n"
+        "given = offramp.load_bundle(path).prepare(images)\n"
+        "logits = own.run(None, {own.get_inputs()[0].name: given})[0]\n"
+        "print(one.labels[0], two.labels[0], logits.shape)\n"
     )
-    subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second, *shape = done.stdout.split()
+    assert first == second and shape == ["(1,", "10)"]
 
 
 def test_running_imports_nothing_of_training(torch_bundle: Path) -> None:

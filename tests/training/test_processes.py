@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from helpers.runs import SMALL_RUN
 from helpers.training import by, learned
+from offramp.models.weights import read_tensors
+from offramp.runs.folder import read_metrics
 from offramp.training.processes import Processes, joined_processes
 from offramp.training.step import train_step
 
@@ -79,19 +81,27 @@ def start(command: list[str], size: int) -> None:
     assert [p.returncode for p in processes] == [0] * size, "\n".join(outputs)
 
 
-@pytest.mark.parametrize("centring", ["exit", "batch", "all", "both"])
-def test_two_processes_give_what_one_gives(tmp_path: Path, centring: str) -> None:
+CENTRINGS = ("exit", "batch", "all", "both")
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes computed, for every centring."""
+    folder = tmp_path_factory.mktemp("together")
+    start([sys.executable, __file__, str(folder)], 2)
+    return folder
+
+
+@pytest.mark.parametrize("centring", CENTRINGS)
+def test_two_processes_give_what_one_gives(together: Path, centring: str) -> None:
     alone = train(Processes(), centring)
-    start([sys.executable, __file__, centring, str(tmp_path)], 2)
     for rank in range(2):
-        together = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+        found = torch.load(together / f"{centring}-{rank}.pt", weights_only=True)
         for name, value in alone.items():
-            torch.testing.assert_close(together[name], value, rtol=1e-10, atol=1e-12, msg=name)
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
 
 
 def test_an_imagenet_recipe_trains_in_two_processes(tmp_path: Path, image_folder: Callable[..., Path]) -> None:
-    from offramp.runs.folder import read_metrics
-
     root = image_folder(classes=3, train=20, val=4)
     small = "model.overrides={image_size=64, blocks=[1, 1], factors=[1, 2], base_width=4, growth=4, stem='strided'}"
     words = ["train", "imagenet-msdnet-s4-learned", "--out", str(tmp_path / "run"), "--device", "cpu"]
@@ -110,7 +120,12 @@ def test_both_phases_of_imta_train_in_two_processes(tmp_path: Path) -> None:
     settings = [*SMALL_RUN, "train.epochs=1", "imta.equilibrium=true", "imta.collaboration=true"]
     command = [sys.executable, "-m", "offramp", "train", "digits-learned", "--out", str(run), "--device", "cpu"]
     start([*command, *(word for setting in settings for word in ("--set", setting))], 2)
-    assert (run / "model.safetensors").is_file() and (run / "phase1" / "model.safetensors").is_file()
+    first, both = (read_tensors(folder / "model.safetensors") for folder in (run / "phase1", run))
+    shared = [name for name in first if f"base.{name}" in both]
+    assert shared and all(torch.equal(first[name], both[f"base.{name}"]) for name in shared)
+    for folder in (run / "phase1", run):
+        (row,) = read_metrics(folder)
+        assert row["epoch"] == 1 and "meta_loss" in row and len(row["calibration_top1"]) == 2
 
 
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:
@@ -121,4 +136,5 @@ def test_a_batch_that_cannot_be_shared_is_refused() -> None:
 
 if __name__ == "__main__":
     with joined_processes(torch.device("cpu")) as everyone:
-        torch.save(train(everyone, sys.argv[1]), Path(sys.argv[2]) / f"{everyone.rank}.pt")
+        for asked in CENTRINGS:
+            torch.save(train(everyone, asked), Path(sys.argv[1]) / f"{asked}-{everyone.rank}.pt")

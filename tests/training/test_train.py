@@ -17,8 +17,9 @@ from helpers.runs import Config, call, same_weights
 from offramp import ExitNet, load_model, register_model
 from offramp.common.signals import Stopped
 from offramp.data import load_dataset
+from offramp.models.weights import read_tensors
 from offramp.runs.config import RunConfig, with_settings
-from offramp.runs.folder import read_metrics
+from offramp.runs.folder import read_config, read_metrics
 from offramp.runs.recipe import load_recipe
 from offramp.training.checkpoint import load_checkpoint
 from offramp.training.train import names, refuse_other_size, train_run, train_runs
@@ -107,7 +108,8 @@ def test_a_run_killed_while_it_began_can_begin_again(tmp_path: Path, small_confi
     run.mkdir()
     (run / ".config.json.123.part").write_bytes(b"{")
     train_run(small_config("train.epochs=1"), run, device="cpu", resume=True)
-    assert (run / "model.safetensors").exists()
+    other = train_run(small_config("train.epochs=1"), tmp_path / "other", device="cpu")
+    assert same_weights(run, other) and read_config(run) == read_config(other)
 
 
 def test_settings_given_as_tuples_resume(tmp_path: Path, small_config: Config) -> None:
@@ -116,8 +118,12 @@ def test_settings_given_as_tuples_resume(tmp_path: Path, small_config: Config) -
     config = small_config("train.epochs=1")
     overrides = {**config.model.overrides, "blocks": (1, 1)}
     config = replace(config, model=replace(config.model, overrides=overrides))
-    train_run(config, tmp_path / "run", device="cpu")
-    train_run(config, tmp_path / "run", device="cpu", resume=True)
+    run = train_run(config, tmp_path / "run", device="cpu")
+    before = read_tensors(run / "model.safetensors")
+    assert read_config(run).model.overrides["blocks"] == [1, 1]
+    train_run(config, run, device="cpu", resume=True)  # a list now, and still the same setting
+    after = read_tensors(run / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def test_a_network_that_does_not_fit_the_data_is_refused(tmp_path: Path, small_config: Config) -> None:

@@ -36,7 +36,6 @@ from offramp.training.checkpoint import (
 )
 from offramp.training.cuda_graph import CapturedStep
 from offramp.training.evaluate import accuracy
-from offramp.training.lookahead import check_optimizer
 from offramp.training.method import Method, Prepare
 from offramp.training.objectives import Objective
 from offramp.training.optimizers import cosine, new_optimizer, set_rate
@@ -143,8 +142,6 @@ class Loop:
         use_taped_layers(module, kernels=fast and kernels_suit(config, setup.device))
         self.optimizer = new_optimizer(phase.model, config.train)
         self.method = new_method(phase, setup, self.total)
-        if self.method.weighting.taught:
-            check_optimizer(self.optimizer)
         self.tally = Tally(phase.model.num_exits, setup.device)
         self.step, self.seconds_before = 0, 0.0
         if phase.resume:

@@ -17,17 +17,21 @@ from offramp.common.console import Bar, progress
 from offramp.common.device import pick_device
 from offramp.common.seeds import mix
 from offramp.common.signals import Stopped, caught_signals
-from offramp.data import Dataset, load_dataset
+from offramp.data import DATASETS, Dataset, load_dataset
+from offramp.data.augment import AUGMENTATIONS
 from offramp.models.collaboration import CollaborativeNet
 from offramp.models.exits import ExitNet, ModelSpec
-from offramp.models.registry import build, override_names
+from offramp.models.registry import build, model_entry, override_names
 from offramp.runs.config import RunConfig
 from offramp.runs.folder import PHASE1
 from offramp.training.imta import GradientEquilibrium, OneForAll, on_top_of, without_collaboration
-from offramp.training.loop import Phase, Progress, Setup, new_method, train_phase
-from offramp.training.objectives import new_objective
-from offramp.training.optimizers import OPTIMIZERS
+from offramp.training.lookahead import check_optimizer
+from offramp.training.loop import Phase, Progress, Setup, train_phase
+from offramp.training.method import Method
+from offramp.training.objectives import OBJECTIVES, new_objective
+from offramp.training.optimizers import OPTIMIZERS, new_optimizer
 from offramp.training.processes import Processes, joined_processes
+from offramp.training.weighting import WEIGHTINGS, Context, new_weighting
 
 Job = tuple[RunConfig, Path]
 
@@ -128,15 +132,17 @@ def new_phases(
     together: int,
 ) -> Iterator[tuple[Phase, Setup]]:
     """The phases of a run, each made when the one before it is over: two with IMTA's collaboration, else one."""
+    refuse_unknown_names(config)
     data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.given())
     config = fit_to_data(config, data)
     setup = Setup(data, device, processes, caught, together)
     model = new_model(config)
     refuse_other_size(model, data)
+    phase = plain_phase(config, out, model, resume)
+    refuse_what_does_not_fit(phase)  # before a folder is made
     if not isinstance(model, CollaborativeNet):
-        yield refuse_early(plain_phase(config, out, model, resume)), setup
+        yield phase, setup
         return
-    refuse_early(plain_phase(config, out, model, resume))
     setup.begin(out, config, resume)
     first = without_collaboration(config)
     yield replace(plain_phase(first, out / PHASE1, new_model(first), resume=True), final=False), setup
@@ -152,12 +158,24 @@ def plain_phase(config: RunConfig, out: Path, model: ExitNet, resume: bool) -> P
     return Phase(config, out, model, model, objective, resume)
 
 
-def refuse_early(phase: Phase) -> Phase:
-    """The phase, if its names are known and its settings go together; a folder is made only afterwards."""
-    OPTIMIZERS[phase.config.train.optimizer]
-    nowhere = Setup(None, torch.device("cpu"), Processes())  # type: ignore[arg-type]
-    new_method(phase, nowhere, total_steps=1)
-    return phase
+def refuse_unknown_names(config: RunConfig) -> None:
+    """Raise for a name that nothing was registered by, before data are read."""
+    model_entry(config.model.name)
+    DATASETS[config.data.name]
+    WEIGHTINGS[config.weighting.name]
+    OBJECTIVES[config.train.objective]
+    OPTIMIZERS[config.train.optimizer]
+    if config.data.augmentation is not None:
+        AUGMENTATIONS[config.data.augmentation]
+
+
+def refuse_what_does_not_fit(phase: Phase) -> None:
+    """Raise if optimiser, weighting and objective do not go with the network or with each other."""
+    optimizer = new_optimizer(phase.model, phase.config.train)
+    context = Context(phase.model.num_exits, 1, phase.config.seed)
+    method = Method(new_weighting(phase.config.weighting, context), clip_norm=phase.config.train.clip_norm)
+    if method.weighting.taught:
+        check_optimizer(optimizer)
 
 
 def fit_to_data(config: RunConfig, data: Dataset) -> RunConfig:
