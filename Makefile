@@ -13,7 +13,7 @@ demo: $(READY) ## train a small network on the embedded digits and show the resu
 	@$(BIN)/offramp demo
 
 test: $(READY) lint ## lint, type check and run the tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --dist worksteal
 
 lint: $(READY) ## ruff and mypy
 	$(BIN)/ruff check .
@@ -21,7 +21,7 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/mypy
 
 slow: $(READY) ## the tests that take minutes
-	$(BIN)/pytest -m slow --timeout 1800
+	$(BIN)/pytest -n auto --dist worksteal -m slow --timeout 1800
 
 clean: ## remove the environment and caches; runs are kept
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache

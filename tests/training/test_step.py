@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from helpers.training import learned as weighting_of
 from offramp import LearnedWeights
 from offramp.training.meta_gradient import ESTIMATORS
 from offramp.training.method import Method
+from offramp.training.objectives import Half, exit_losses
 from offramp.training.step import train_step
 from offramp.training.weighting import UniformWeighting
 
@@ -63,7 +65,7 @@ def test_the_interval_counts_loader_batches() -> None:
 def test_the_weights_learn_what_the_meta_objective_asks_for() -> None:
     """Exit 2 sees pure noise: with a whole-set objective its weight must not rise above exit 1's."""
 
-    class Half(nn.Module):
+    class NoisyExit(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.trunk, self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 3), nn.Linear(8, 3)
@@ -73,7 +75,7 @@ def test_the_weights_learn_what_the_meta_objective_asks_for() -> None:
             return [self.a(h), self.b(torch.randn_like(h) * 3 + 0 * h)]
 
     torch.manual_seed(0)
-    model = Half()
+    model = NoisyExit()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     method = by(weighting_of(2, learning_rate=3e-3, objective="whole"))
     for step, (x, y) in enumerate(loader(60, 64)):
@@ -100,3 +102,62 @@ def test_autocast_around_the_whole_step_is_autocast_around_each_pass() -> None:
         results.append(model)
     for a, b in zip(results[0].parameters(), results[1].parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+
+
+def test_a_conventional_step_is_two_plain_updates() -> None:
+    """Written out: a half each, cross-entropies of both exits added up, mean over samples."""
+    torch.manual_seed(0)
+    model = Theirs().double()
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9, nesterov=True) for m in (model, twin)]
+    for step, (x, y) in enumerate(loader(3)):
+        torch.manual_seed(step)
+        results = train_step(model, optimizers[0], Method(UniformWeighting()), x.double(), y, step)
+        torch.manual_seed(step)
+        for half, (images, labels) in zip(results, zip(x.double().chunk(2), y.chunk(2), strict=True), strict=True):
+            losses = exit_losses(twin(images), labels)
+            optimizers[1].zero_grad()
+            losses.sum(1).mean().backward()
+            optimizers[1].step()
+            torch.testing.assert_close(half.loss, losses.sum(1).mean().detach())
+            torch.testing.assert_close(half.losses_BK, losses.detach())
+            assert half.meta_loss is None and torch.equal(half.weights_BK, torch.ones_like(losses))
+    assert same(model, twin)
+
+
+def test_an_objective_gets_the_half_and_what_was_prepared() -> None:
+    torch.manual_seed(0)
+    model = Theirs()
+    x, y = loader(1)[0]
+    seen: list[Half] = []
+
+    def objective(logits: list[Tensor], half: Half) -> Tensor:
+        seen.append(half)
+        return exit_losses(logits, half.labels)
+
+    def prepare(images: Tensor) -> tuple[Tensor, Tensor]:
+        return 2 * images, images.sum(1)
+
+    method = Method(UniformWeighting(), objective=objective, prepare=prepare)
+    train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), method, x, y, 0)
+    assert torch.equal(torch.cat([half.images for half in seen]), 2 * x)
+    assert torch.equal(torch.cat([half.labels for half in seen]), y)
+    assert torch.equal(torch.cat([half.teacher for half in seen if half.teacher is not None]), x.sum(1))
+
+
+def test_the_weight_net_sees_plain_cross_entropy_whatever_is_minimised() -> None:
+    torch.manual_seed(0)
+    model = Theirs()
+    weighting = weighting_of(2)
+    given: list[Tensor] = []
+    plain = weighting.weights
+
+    def weights(losses_BK: Tensor, confidences_BK: Tensor) -> Tensor:
+        given.append(losses_BK)
+        return plain(losses_BK, confidences_BK)
+
+    weighting.weights = weights  # type: ignore[method-assign]
+    x, y = loader(1)[0]
+    method = by(weighting, objective=lambda logits, half: 100 * exit_losses(logits, half.labels))
+    results = train_step(model, torch.optim.SGD(model.parameters(), lr=1e-3), method, x, y, 0)
+    assert torch.equal(given[0], results[0].losses_BK) and given[0].max() < 50

@@ -16,7 +16,7 @@ import torch
 from offramp.common.console import Bar, progress
 from offramp.common.device import pick_device
 from offramp.common.seeds import mix
-from offramp.common.signals import Stopped, caught_signals
+from offramp.common.signals import Stopped, caught_signals, listen_again
 from offramp.data import DATASETS, Dataset, load_dataset
 from offramp.data.augment import AUGMENTATIONS
 from offramp.models.collaboration import CollaborativeNet
@@ -72,11 +72,13 @@ def drive(runs: dict[str, Iterator[Progress]], bar: Bar, device: torch.device) -
     """
     if len(runs) == 1:
         for event in next(iter(runs.values())):
+            listen_again()
             show(event, bar)
         return
     streams = {name: _stream(device) for name in runs}
     active, failed = dict(runs), []
     while active:
+        listen_again()
         for name, run in list(active.items()):
             try:
                 with streams[name]:
