@@ -25,7 +25,6 @@ from offramp.training.loop import Phase, Setup, new_method
 from offramp.training.method import Method
 from offramp.training.objectives import cross_entropy, exit_losses
 from offramp.training.optimizers import new_optimizer, set_rate
-from offramp.training.processes import Processes
 from offramp.training.step import train_step
 from offramp.training.tally import Tally
 from offramp.training.tape import Tape, use_taped_layers
@@ -68,9 +67,9 @@ def method_of(config: RunConfig, model: ExitNet, module: torch.nn.Module) -> Met
     """As a run makes it; on top of a frozen network, IMTA's second phase."""
     frozen = isinstance(module, OnFrozenFeatures)
     objective, prepare = (OneForAll(3.0, 0.9), module.prepare) if frozen else (cross_entropy, None)
-    phase = Phase(config, Path("nowhere"), model, module, objective, False, prepare)
     data = load_dataset("digits", train=64, calibration=0, test=10)
-    return new_method(phase, Setup(data, torch.device("cuda"), Processes()), STEPS)
+    phase = Phase(config, Path("nowhere"), data, model, module, objective, False, prepare)
+    return new_method(phase, Setup(torch.device("cuda")), STEPS)
 
 
 STEPS = 3
@@ -189,7 +188,7 @@ def test_fast_runs_resume_and_share_the_gpu(tmp_path: Path, small_config: Callab
         left, right = (read_tensors(run / "model.safetensors") for run in (a, b))
         assert all(torch.allclose(left[k].float(), right[k].float(), rtol=1e-3, atol=1e-4) for k in left)
     with pytest.raises(Stopped):
-        setup = training(configs[0], tmp_path / "stopped", torch.device("cuda"), Processes(), [15], False)
+        setup = training(configs[0], tmp_path / "stopped", Setup(torch.device("cuda"), caught=[15]), False)
         for _ in setup:
             pass
     resumed = train_run(configs[0], tmp_path / "stopped", device="cuda", resume=True)

@@ -102,7 +102,7 @@ def test_learned_weights_takes_a_weighting_of_ones_own(files: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "what", ["weighting.name", "train.objective", "train.optimizer", "data.name", "data.augmentation"]
+    "what", ["weighting.name", "objective.name", "train.optimizer", "data.name", "data.augmentation"]
 )
 def test_an_unknown_name_is_a_sentence_and_leaves_no_folder(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -118,7 +118,7 @@ def test_an_unknown_name_is_a_sentence_and_leaves_no_folder(
 @pytest.mark.parametrize(
     ("setting", "words"),
     [
-        ("train.objective_options.warmth=3", "train.objective_options do not fit the objective 'cross_entropy'"),
+        ("objective.options.warmth=3", "objective.options do not fit the objective 'cross_entropy'"),
         ("train.optimizer_options.warmth=3", "train.optimizer_options do not fit 'sgd'"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from helpers.runs import call
 from helpers.saved import write_run
 from offramp.data import load_dataset
-from offramp.reporting.claims import Difference, differences, held_out, one_change, shared_seeds, verdict
+from offramp.reporting.claims import Difference, differences, held_out_differences, one_change, shared_seeds, verdict
 from offramp.reporting.figures import marks_of_accuracy
 from offramp.reporting.groups import Group, paper_top1
 from offramp.reporting.kept_runs import (
@@ -23,15 +23,15 @@ from offramp.reporting.kept_runs import (
     about_weights,
     apart,
     baseline_epochs,
-    command,
     keep_run,
     label,
     read_stored,
     stored_name,
     stored_runs,
+    train_command,
 )
 from offramp.reporting.results_page import write_page
-from offramp.reporting.results_tables import anytime
+from offramp.reporting.results_tables import anytime_markdown
 from offramp.runs.config import RunConfig, decisive, same_but_for_weighting, with_settings
 from offramp.runs.recipe import load_recipe
 from offramp.training.train import fit_to_data
@@ -93,11 +93,11 @@ def test_differences_on_held_out_images_are_by_seed_and_by_hand(results: Path, t
     every = stored_runs(results)
     before, after = ([r for r in every if r.config.weighting.interval == at] for at in (1, 4))
     before = [r for r in before if r.config.weighting.name == "learned"]
-    found = held_out(before, after)
+    found = held_out_differences(before, after)
     assert [d.what for d in found] == ["exit 1", "exit 2", "exit 3", "mean"]
     assert [d.points for d in found] == [pytest.approx([k * 1.0, k * 3.0]) for k in (0, 1, 2, 1)]
     assert [(a[0], b[0], key) for a, b, key in one_change([before, after])] == [(before[0], after[0], "interval")]
-    assert held_out(before[:1], after[1:]) == []
+    assert held_out_differences(before[:1], after[1:]) == []
     text = write_page(results, tmp_path / "page.md").read_text()
     assert "interval=4 minus interval=1 | 2 | +0.00 ± 0.00 | +2.00 ± 1.00 | +4.00 ± 2.00 | +2.00 ± 1.00 |" in text
     assert text.count("calibration=400 minus baseline | 2 |") == 1  # the setting that was not changed
@@ -361,7 +361,7 @@ def test_the_papers_numbers_are_not_those_of_another_weighting() -> None:
     assert paper_top1(recipe.config) == recipe.paper_top1 and paper_top1(fixed) is None
     assert paper_top1(with_settings(recipe.config, ["data.imbalance=100"])) is None
     runs = [StoredRun(Path(), config, None, [], {}, "") for config in (recipe.config, fixed)]
-    assert [line.split(" | ")[0] for line in anytime([[run] for run in runs]).splitlines()[2:]] == [
+    assert [line.split(" | ")[0] for line in anytime_markdown([[run] for run in runs]).splitlines()[2:]] == [
         "| baseline, msdnet5",
         "| the paper's baseline",
         "| fixed weights, msdnet5, exits=[1.2,1.1,1.0,0.9,0.8]",
@@ -373,7 +373,7 @@ def test_a_list_of_weights_can_be_typed_again() -> None:
     run = StoredRun(Path(), with_settings(load_recipe("digits-baseline").config, settings), None, [], {}, "")
     assert label([run]) == "fixed weights, msdnet-tiny, exits=[1.2,0.8]"
     assert stored_name(run.config) == "digits-baseline-exits=1.2+0.8-weighting.name=fixed-seed=0"
-    typed = shlex.split(command([run]))
+    typed = shlex.split(train_command([run]))
     assert "weighting.exits=[1.2,0.8]" in typed and with_settings(RunConfig(), settings) == with_settings(
         RunConfig(), [word for word in typed if word.startswith("weighting.")]
     )
@@ -384,7 +384,9 @@ def test_a_frozen_run_is_repeated_from_wherever_the_other_one_lies() -> None:
     for setting, named in (("seed=0", ""), ("weighting.from_run=mine", ", from_run=mine")):
         run = StoredRun(Path(), with_settings(recipe, [setting]), None, [], {}, "")
         assert label([run]) == f"frozen weights, msdnet5{named}"
-        assert command([run]).count("--set weighting.from_run=RUN ") == command([run]).count("from_run=R") == 1
+        assert (
+            train_command([run]).count("--set weighting.from_run=RUN ") == train_command([run]).count("from_run=R") == 1
+        )
 
 
 def test_runs_with_other_settings_do_not_replace_each_other(tmp_path: Path) -> None:
@@ -398,7 +400,9 @@ def test_runs_with_other_settings_do_not_replace_each_other(tmp_path: Path) -> N
             names.add(keep_run(run, tmp_path / "results").name)
     assert len(names) == 8
     kept = next(run for run in stored_runs(tmp_path / "results") if re.match("own-.*=0.3", run.folder.name))
-    assert "offramp train own.toml " in command([kept]) and "--set train.learning_rate=0.3" in command([kept])
+    assert "offramp train own.toml " in train_command([kept]) and "--set train.learning_rate=0.3" in train_command(
+        [kept]
+    )
 
 
 def test_a_kept_run_is_not_replaced_by_another(results: Path, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from offramp.common.files import read_json, write_json
 from offramp.common.signals import Stopped
 from offramp.runs.folder import read_metrics
 from offramp.training.checkpoint import load_checkpoint
+from offramp.training.loop import Setup
 from offramp.training.optimizers import cosine
-from offramp.training.processes import Processes
 from offramp.training.train import train_run, training
 
 
@@ -175,23 +175,23 @@ def test_the_rate_falls_along_a_cosine() -> None:
 
 def test_a_phase_tells_what_it_does(tmp_path: Path, small_config: Config) -> None:
     config = small_config("train.epochs=2", "train.eval_every=2")
-    events = list(training(config, tmp_path / "run", torch.device("cpu"), Processes(), [], resume=False))
+    events = list(training(config, tmp_path / "run", Setup(torch.device("cpu")), resume=False))
     assert (events[0].total, events[0].done) == (8, 0)
     assert [event.images for event in events[1:]] == [64] * 8
     lines = [event.line for event in events if event.line]
     assert len(lines) == 2 and "train top-1 per exit" in lines[0] and "calibration top-1 per exit" in lines[1]
     assert [event.now for event in events[1:]] == ["epoch 1/2"] * 3 + ["epoch 2/2"] * 4 + ["training"]
-    again = list(training(config, tmp_path / "run", torch.device("cpu"), Processes(), [], resume=True))
+    again = list(training(config, tmp_path / "run", Setup(torch.device("cpu")), resume=True))
     assert [(event.total, event.done) for event in again] == [(8, 8)]
 
 
 def test_states_are_saved_as_often_as_asked_for(tmp_path: Path, small_config: Config) -> None:
     seldom = small_config("train.epochs=1", "train.save_seconds=600")
-    steps = training(seldom, tmp_path / "run", torch.device("cpu"), Processes(), [], resume=False)
+    steps = training(seldom, tmp_path / "run", Setup(torch.device("cpu")), resume=False)
     for _ in range(3):  # its beginning and two steps
         next(steps)
     assert load_checkpoint(tmp_path / "run") is None
-    steps = training(small_config("train.epochs=1"), tmp_path / "often", torch.device("cpu"), Processes(), [], False)
+    steps = training(small_config("train.epochs=1"), tmp_path / "often", Setup(torch.device("cpu")), False)
     for _ in range(3):
         next(steps)
     found = load_checkpoint(tmp_path / "often")

@@ -191,12 +191,12 @@ def test_several_seeds_are_the_runs_they_would_be_alone(
 def test_runs_that_share_a_device_take_turns(tmp_path: Path, small_config: Config) -> None:
     """One step of each in turn: what `--seeds` does on a GPU gives what each run gives alone."""
     from offramp.common.console import progress
-    from offramp.training.processes import Processes
+    from offramp.training.loop import Setup
     from offramp.training.train import drive, training
 
-    device, world = torch.device("cpu"), Processes()
+    device = torch.device("cpu")
     configs = {f"seed-{seed}": small_config(f"seed={seed}", f"train.epochs={2 + seed}") for seed in (0, 1)}
-    runs = {name: training(c, tmp_path / name, device, world, [], False) for name, c in configs.items()}
+    runs = {name: training(c, tmp_path / name, Setup(device), False) for name, c in configs.items()}
     with progress("training", 0, silent=True) as bar:
         drive(runs, bar, device)
     for name, config in configs.items():
@@ -213,13 +213,13 @@ def test_runs_that_share_a_device_are_told_apart() -> None:
 
 def test_a_signal_stops_all_runs_and_saves_each(tmp_path: Path, small_config: Config) -> None:
     from offramp.common.console import progress
-    from offramp.training.processes import Processes
+    from offramp.training.loop import Setup
     from offramp.training.train import drive, training
 
     caught = [int(signal.SIGTERM)]
     runs = {
         str(seed): training(
-            small_config(f"seed={seed}"), tmp_path / str(seed), torch.device("cpu"), Processes(), caught, False
+            small_config(f"seed={seed}"), tmp_path / str(seed), Setup(torch.device("cpu"), caught=caught), False
         )
         for seed in (0, 1)
     }
@@ -232,12 +232,12 @@ def test_one_runs_trouble_is_not_the_others(
     tmp_path: Path, small_config: Config, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from offramp.common.console import progress
-    from offramp.training.processes import Processes
+    from offramp.training.loop import Setup
     from offramp.training.train import drive, training
 
     configs = [small_config("train.learning_rate=1e25", "train.save_seconds=1000"), small_config("seed=1")]
     device = torch.device("cpu")
-    runs = {str(at): training(c, tmp_path / str(at), device, Processes(), [], False) for at, c in enumerate(configs)}
+    runs = {str(at): training(c, tmp_path / str(at), Setup(device), False) for at, c in enumerate(configs)}
     with progress("training", 0) as bar, pytest.raises(ValueError, match="not finite"):
         drive(runs, bar, device)
     shown = capsys.readouterr().out

@@ -88,7 +88,7 @@ def bench_train(
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
     place = pick_device(device)
-    checked(precision)
+    known_precision(precision)
     rows, ways = asked_rows(model, only), asked_ways(place, way)
     found: list[TrainBench] = []
     with progress("bench", (repeats + WARM_UP) * len(rows) * len(ways), silent=silent) as bar:
@@ -134,7 +134,7 @@ def asked_ways(device: torch.device, way: str | None) -> tuple[str, ...]:
     return ways if way is None else (way,)
 
 
-def checked(precision: str) -> str:
+def known_precision(precision: str) -> str:
     """A precision as the settings of a run know it."""
     return with_settings(RunConfig(), [f"train.precision={precision}"]).train.precision
 

@@ -15,8 +15,8 @@ from offramp.common.formatting import parse_count
 verbs = typer.Typer()
 
 
-@verbs.command()
-def calibrate(
+@verbs.command("calibrate")
+def calibrate_command(
     run: Annotated[Path, typer.Argument(help="An evaluated run folder.")],
     q: Annotated[float | None, typer.Option(help="The paper's parameter: small leaves early, large late.")] = None,
     budget: Budget = None,

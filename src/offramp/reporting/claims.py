@@ -69,7 +69,7 @@ def one_change(groups: Sequence[Sequence[StoredRun]]) -> list[tuple[Sequence[Sto
     return found
 
 
-def held_out(before: Sequence[StoredRun], after: Sequence[StoredRun]) -> list[Difference]:
+def held_out_differences(before: Sequence[StoredRun], after: Sequence[StoredRun]) -> list[Difference]:
     """At every exit, and in the mean over exits, on the calibration split, for each seed that has both."""
     first, second = ({run.config.seed: run.calibration_top1 for run in runs} for runs in (before, after))
     both = [(first[seed], second[seed]) for seed in shared_seeds(before, after)]

@@ -245,7 +245,7 @@ def epochs(config: RunConfig) -> str:
     return str(config.train.epochs) if not config.imta.collaboration else f"2 x {config.train.epochs}"
 
 
-def command(group: Sequence[StoredRun]) -> str:
+def train_command(group: Sequence[StoredRun]) -> str:
     """The one command that trains a group again."""
     first = group[0]
     frozen = {} if first.config.weighting.from_run is None else {FROM_RUN: "RUN"}  # it lies where its user put it

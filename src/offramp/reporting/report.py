@@ -18,7 +18,7 @@ from offramp.reporting import report_tables as tables
 from offramp.reporting.drawing import Panels, save
 from offramp.reporting.groups import Group, RunData, gather
 from offramp.reporting.headline import headline
-from offramp.reporting.report_page import Page, build
+from offramp.reporting.report_page import ReportPage, render
 from offramp.reporting.weight_history import weights_by_epoch
 from offramp.runs.folder import ENVIRONMENT
 
@@ -57,9 +57,9 @@ def write_report(
     panels = _panels(groups, prices)
     found = _tables(groups, budgets, prices)
     command = _command(runs, out, budgets, times, measure, temperature)
-    page = Page(_title(groups), answer, _facts(groups), groups, panels, found, _repeat(groups, command))
+    page = ReportPage(_title(groups), answer, _facts(groups), groups, panels, found, _repeat(groups, command))
     files = out.with_name(f"{out.stem}-files")
-    write_bytes(out, build(page).encode())
+    write_bytes(out, render(page).encode())
     _forget(files, NAMES - {*found, *panels})
     for name, table in found.items():
         _save_table(files, name, table)
@@ -114,7 +114,7 @@ def _tables(groups: Sequence[Group], budgets: Sequence[float], prices: Sequence[
     found = {
         "anytime": tables.anytime(groups),
         "trust": tables.trust(groups),
-        "overthinking": tables.overthinking(groups),
+        "overthinking": tables.overthinking_table(groups),
     }
     if any(run.curves for group in groups for run in group.runs):
         found["budgeted"] = tables.budgeted(groups, budgets or tables.nice_budgets(groups))

@@ -28,7 +28,7 @@ SHEET_COLUMNS = 16
 
 
 @dataclass(frozen=True)
-class Page:
+class ReportPage:
     """What goes on the page: the words on top, the figures and the tables by name."""
 
     title: str
@@ -40,7 +40,7 @@ class Page:
     repeat: str
 
 
-def build(page: Page) -> str:
+def render(page: ReportPage) -> str:
     """The page's HTML."""
     main, frame = inline_framed(page.panels["accuracy"])
     sections = [
@@ -107,7 +107,7 @@ CONTROLS = """
 """
 
 
-def _operating(page: Page, main: str) -> str:
+def _operating(page: ReportPage, main: str) -> str:
     caption = escape(page.panels["accuracy"].caption)
     figure = _card(
         f'<figure id="main-figure" role="img" aria-label="{caption}">{main}<figcaption>{caption}</figcaption></figure>'
@@ -123,7 +123,7 @@ def _operating(page: Page, main: str) -> str:
     return f'{note}<div class="split">{figure}{CONTROLS}</div>{timed}{_optional(page, "budgeted-ms")}'
 
 
-def _images(page: Page) -> str:
+def _images(page: ReportPage) -> str:
     if _sheet_run(page.groups) is None:
         return ""
     note = (
@@ -134,19 +134,19 @@ def _images(page: Page) -> str:
     return f'{note}<div class="card" id="images"></div>{difficulty}'
 
 
-def _weights(page: Page) -> str:
+def _weights(page: ReportPage) -> str:
     if "weights" not in page.panels:
         return ""
     found = _figure(page.panels["weights"]) + _figure(page.panels["weights-selected"], "few")
     return found + (_figure(page.panels["weights-by-epoch"], "few") if "weights-by-epoch" in page.panels else "")
 
 
-def _trust(page: Page) -> str:
+def _trust(page: ReportPage) -> str:
     trust = _table(page.tables["trust"]) + _table(page.tables["overthinking"])
     return _figure(page.panels["calibration"]) + trust + _figure(page.panels["overthinking"], "half")
 
 
-def _optional(page: Page, name: str) -> str:
+def _optional(page: ReportPage, name: str) -> str:
     return _table(page.tables[name]) if name in page.tables else ""
 
 
@@ -176,7 +176,7 @@ def _sheet_run(groups: Sequence[Group]) -> RunData | None:
     return runs[0] if runs else None
 
 
-def _data(page: Page, frame: Frame) -> str:
+def _data(page: ReportPage, frame: Frame) -> str:
     shown = _sheet_run(page.groups)
     value = {
         "classes": list(page.groups[0].first.summary.classes),

@@ -97,7 +97,7 @@ def trust(groups: Sequence[Group]) -> Table:
     return "How far confidence can be trusted", columns, rows
 
 
-def overthinking(groups: Sequence[Group]) -> Table:
+def overthinking_table(groups: Sequence[Group]) -> Table:
     """What a perfect choice of exits could reach, and what going on undoes."""
     rows = []
     for group in groups:

@@ -14,8 +14,16 @@ from offramp.reporting.claims import pairs
 from offramp.reporting.drawing import Panels, save
 from offramp.reporting.figures import FEW, draw_accuracy, marks_of_accuracy
 from offramp.reporting.groups import COLOURS, Group, RunData
-from offramp.reporting.kept_runs import StoredRun, apart, command, epochs, label
-from offramp.reporting.results_tables import anytime, at_a_glance, budgeted, held_out_paired, last_epoch, paired, tuned
+from offramp.reporting.kept_runs import StoredRun, apart, epochs, label, train_command
+from offramp.reporting.results_tables import (
+    anytime_markdown,
+    at_a_glance,
+    budgeted_markdown,
+    held_out_paired,
+    last_epoch,
+    paired,
+    tuned,
+)
 from offramp.reporting.sections import Section, read_section
 from offramp.reporting.weight_history import weights_by_epoch
 
@@ -57,15 +65,15 @@ def _section(section: Section, out: Path) -> str:
         parts.append(tuned(section))
     else:
         parts.append(_picture(section, out))
-        parts.append(anytime(section.tested))
-        parts.append(budgeted(section.tested, section.every_budget))
+        parts.append(anytime_markdown(section.tested))
+        parts.append(budgeted_markdown(section.tested, section.every_budget))
         parts.append(paired(section))
         if len(pairs(section.groups)) > 1:  # what the choice between settings may look at
             parts.append(tuned(section))
         parts.append(held_out_paired(section))
         parts.append(last_epoch(section.groups))
         parts += [_movement(group, section.name, at, out) for at, group in enumerate(section.own, 1)]
-    parts.append("To repeat:\n\n" + "".join(f"    {command(group)}\n" for group in section.own))
+    parts.append("To repeat:\n\n" + "".join(f"    {train_command(group)}\n" for group in section.own))
     return "\n".join(part for part in parts if part)
 
 

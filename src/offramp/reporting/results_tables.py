@@ -10,7 +10,7 @@ from offramp.common.formatting import millions, to_markdown, with_spread
 from offramp.reporting.claims import (
     Difference,
     differences,
-    held_out,
+    held_out_differences,
     one_change,
     pairs,
     shared_seeds,
@@ -23,7 +23,7 @@ from offramp.runs.config import all_but_weighting
 from offramp.runs.recipe import load_recipe
 
 
-def anytime(groups: Groups) -> str:
+def anytime_markdown(groups: Groups) -> str:
     exits = max(len(group[0].metrics) for group in groups)
     rows: list[list[str]] = []
     for group in groups:
@@ -54,7 +54,7 @@ def _filled(cells: Sequence[str], count: int) -> list[str]:
     return [*cells, *[""] * (count - len(cells))]
 
 
-def budgeted(groups: Groups, budgets: Sequence[float]) -> str:
+def budgeted_markdown(groups: Groups, budgets: Sequence[float]) -> str:
     rows = []
     for group in groups:
         for family, words in (("q", ""), ("searched", ", searched thresholds")):
@@ -115,7 +115,7 @@ def held_out_paired(section: Section) -> str:
     ]
     rows = []
     for before, after, name in compared:
-        if found := held_out(before, after):
+        if found := held_out_differences(before, after):
             rows.append([f"{label(after)} minus {name}", str(len(found[0].points)), *map(str, found)])
     width = max(map(len, rows), default=0)
     columns = ["paired by seed, calibration split", "seeds", *_numbers(width - 3), "mean"]

@@ -99,13 +99,13 @@ def export_model(
     images: np.ndarray,
     out: Path,
     format: str = "torch",
-    half: bool = False,
+    bfloat16: bool = False,
     seed: int = 0,
 ) -> Path:
     """Write a bundle of any network that can be rebuilt; `images` (uint8 [n, 3, h, w]) become its golden inputs.
 
-    `half` rounds the weights to bfloat16 and stores them so: half the size, and the golden outputs are those of the
-    rounded network.
+    `bfloat16` rounds the weights and stores them so: half the size, and the golden outputs are those of the rounded
+    network.
     """
     if format not in FORMATS:
         raise ValueError(unknown("bundle format", format, FORMATS))
@@ -117,12 +117,12 @@ def export_model(
     if costs != policies.costs:
         raise ValueError("the policy is for another network: its costs are not this network's")
     card = ModelCard(model.spec.to_json(), policies.schedule, model.input_shape, classes, costs, preprocessing, seed)
-    if half:
+    if bfloat16:
         model = rounded(model)
     part = out.with_name(f".{out.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
     try:
-        _write_files(part, model.eval(), policies, card, images, format, half)
+        _write_files(part, model.eval(), policies, card, images, format, bfloat16)
         bundle = load_bundle(part, device="cpu")
         compare_golden(bundle.engine, preprocessing.normalise(images), _reference(model, card, images), out)
         if out.is_dir():
@@ -134,7 +134,7 @@ def export_model(
 
 
 def _write_files(
-    part: Path, model: ExitNet, policies: Policies, card: ModelCard, images: np.ndarray, format: str, half: bool
+    part: Path, model: ExitNet, policies: Policies, card: ModelCard, images: np.ndarray, format: str, bfloat16: bool
 ) -> None:
     write_json(part / CARD, card.to_json())
     write_policies(part / POLICY, policies)
@@ -142,7 +142,7 @@ def _write_files(
         np.savez(file, images=images, logits=_reference(model, card, images))
     if format == "torch":
         tensors = model.state_dict()
-        if half:
+        if bfloat16:
             tensors = {name: t.bfloat16() if t.is_floating_point() else t for name, t in tensors.items()}
         write_tensors(part / WEIGHTS, tensors)
     else:

@@ -70,7 +70,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How it is trained: by an optimiser whose rate falls to 0 along a cosine, on an objective.
+    """How it is trained: by an optimiser whose rate falls to 0 along a cosine.
 
     A loader batch of `batch` images makes two updates of half a batch. `learning_rate` None means
     0.1 x (batch / 2) / 64. `fast`, on a GPU: the step as a CUDA graph, with kernels of our own.
@@ -78,8 +78,6 @@ class TrainConfig:
 
     epochs: int = _at_least(1, 300)
     batch: int = _at_least(2, 1024)
-    objective: str = "cross_entropy"
-    objective_options: dict[str, Any] = _table()
     optimizer: str = "sgd"
     optimizer_options: dict[str, Any] = _table()
     learning_rate: float | None = _at_least(0, None)
@@ -95,6 +93,14 @@ class TrainConfig:
     @property
     def initial_rate(self) -> float:
         return 0.1 * (self.batch / 2) / 64 if self.learning_rate is None else self.learning_rate
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is minimised: the loss of every sample at every exit; `options` are the objective's own."""
+
+    name: str = "cross_entropy"
+    options: dict[str, Any] = _table()
 
 
 @dataclass(frozen=True)
@@ -164,6 +170,7 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     weighting: WeightingConfig = field(default_factory=WeightingConfig)
     imta: ImtaConfig = field(default_factory=ImtaConfig)
     seed: int = _at_least(0, 0)

@@ -77,7 +77,7 @@ def _too_many(most: int) -> HTTPException:
     return HTTPException(413, f"a request may have at most {most} images")
 
 
-def parse(content_type: str, body: bytes, most_images: int) -> Form:
+def parse_body(content_type: str, body: bytes, most_images: int) -> Form:
     """Read a request's body."""
     kind, options = parse_options_header(content_type)
     if kind == b"application/json":

@@ -24,7 +24,7 @@ from offramp.running.pool import Left, Pool, Ticket
 from offramp.serve.clients import Bucket, Clients, client_name
 from offramp.serve.config import ServeConfig
 from offramp.serve.metrics import Metrics
-from offramp.serve.requests import Buffer, Form, Limits, body_of, decode, full, parse
+from offramp.serve.requests import Buffer, Form, Limits, body_of, decode, full, parse_body
 from offramp.serve.worker import Over, Worker
 
 BODIES = 32  # of the largest size, that fit into memory at a time
@@ -142,7 +142,7 @@ class Service:
         self.taken += places
 
     def _decode(self, kind: str, body: bytes, limits: Limits) -> tuple[np.ndarray, Limits]:
-        form: Form = parse(kind, body, self.config.most_images)
+        form: Form = parse_body(kind, body, self.config.most_images)
         limits = form.limits.over(limits)
         limits.check(len(self.costs))
         return decode(self.bundle, form.images), limits

@@ -50,9 +50,8 @@ from offramp.training.weighting import Context, new_weighting
 class Setup:
     """Where a run takes place, and with how many others; `caught` lists the signals that asked it to stop."""
 
-    data: Dataset
     device: torch.device
-    processes: Processes
+    processes: Processes = field(default_factory=Processes)
     caught: list[int] = field(default_factory=list)
     together: int = 1
 
@@ -60,12 +59,12 @@ class Setup:
     def writes(self) -> bool:
         return self.processes.rank == 0
 
-    def begin(self, out: Path, config: RunConfig, resume: bool) -> None:
+    def begin(self, out: Path, config: RunConfig, data: Dataset, resume: bool) -> None:
         """Make or check the run folder, in the first process; the others wait for it."""
         refused: ValueError | None = None
         if self.writes:
             try:
-                begin_run(out, config, self.data, self.device, resume)
+                begin_run(out, config, data, self.device, resume)
             except ValueError as error:
                 refused = error
         if self.processes.any([refused is not None])[0]:
@@ -74,7 +73,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Phase:
-    """What is trained, on which objective, and into which folder.
+    """What is trained, on which data and objective, and into which folder.
 
     `model` is what is saved; `module` what is called: the model or a part of it. Not `final`: another phase
     follows, so a request to stop still counts after the last step.
@@ -82,6 +81,7 @@ class Phase:
 
     config: RunConfig
     out: Path
+    data: Dataset
     model: ExitNet
     module: nn.Module
     objective: Objective
@@ -106,7 +106,7 @@ class Progress:
 
 def train_phase(phase: Phase, setup: Setup) -> Iterator[Progress]:
     """Train, one step each time it is asked; what fails before anything is saved leaves no folder behind."""
-    setup.begin(phase.out, phase.config, phase.resume)
+    setup.begin(phase.out, phase.config, phase.data, phase.resume)
     try:
         loop = Loop(phase, setup)
         yield Progress(total=loop.total, done=loop.step)
@@ -133,9 +133,10 @@ class Loop:
     """Everything that a step needs, and how far the run has come."""
 
     def __init__(self, phase: Phase, setup: Setup) -> None:
-        self.config, self.out, self.setup, self.model = phase.config, phase.out, setup, phase.model
+        self.config, self.out, self.setup = phase.config, phase.out, setup
+        self.model, self.data = phase.model, phase.data
         config, module, batch = phase.config, phase.module, phase.config.train.batch
-        self.steps_per_epoch = setup.data.steps_per_epoch(batch)
+        self.steps_per_epoch = self.data.steps_per_epoch(batch)
         self.total = self.steps_per_epoch * config.train.epochs
         module.to(setup.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
         fast = config.train.fast and setup.device.type == "cuda"
@@ -152,7 +153,7 @@ class Loop:
             else partial(train_step, module, self.optimizer, self.method)
         )
         places = setup.processes.own_places(batch) if setup.processes.size > 1 else None
-        self.stream = setup.data.stream(batch, config.seed, setup.device, self.step, places)
+        self.stream = self.data.stream(batch, config.seed, setup.device, self.step, places)
         self.began, self.began_step = time.monotonic(), self.step
         self.saved = self.began
 
@@ -189,7 +190,7 @@ class Loop:
         if metrics is None:
             return None
         if epoch % config.train.eval_every == 0 or self.step == self.total:
-            row |= held_out(self.model, self.setup.data, self.setup.device)
+            row |= calibration_accuracy(self.model, self.data, self.setup.device)
         images_done = (self.step - self.began_step) * config.train.batch
         spent = time.monotonic() - self.began
         row["images_per_s"] = round(images_done / spent, 1)
@@ -283,7 +284,7 @@ def refuse_bad_params(model: ExitNet, step: int, run: Path) -> None:
         raise ValueError(f"the params are not finite after step {step}; {kept_in(run)}")
 
 
-def held_out(model: ExitNet, data: Dataset, device: torch.device) -> dict[str, Any]:
+def calibration_accuracy(model: ExitNet, data: Dataset, device: torch.device) -> dict[str, Any]:
     """Accuracy on the calibration split, never on test data."""
     if data.size("calibration") == 0:
         return {}

@@ -1,14 +1,13 @@
 """What is minimised: the loss of every sample at every exit, the exit each sample is allocated to, and sums over both.
 
-An objective is called with the K logits of a half and the half itself, and returns losses [B, K]; `train.objective`
+An objective is called with the K logits of a half and the half itself, and returns losses [B, K]; `objective.name`
 names one. Nothing here sees a network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from torch import Tensor
 from offramp.common.registry import Registry
 from offramp.measuring.confidence import measured
 from offramp.measuring.thresholds import exit_counts
+from offramp.runs.config import ObjectiveConfig
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,12 @@ OBJECTIVES: Registry[Callable[..., Objective]] = Registry("objective")
 register_objective = OBJECTIVES.register  # a class or function that makes an objective from its options
 
 
-def new_objective(name: str, options: Mapping[str, Any]) -> Objective:
-    """The objective of that name."""
+def new_objective(settings: ObjectiveConfig) -> Objective:
+    """The objective that the settings name."""
     try:
-        return OBJECTIVES[name](**options)
+        return OBJECTIVES[settings.name](**settings.options)
     except TypeError as error:
-        raise ValueError(f"train.objective_options do not fit the objective {name!r}: {error}") from error
+        raise ValueError(f"objective.options do not fit the objective {settings.name!r}: {error}") from error
 
 
 def in_full_precision(logits: Sequence[Tensor]) -> list[Tensor]:

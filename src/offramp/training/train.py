@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import chain, starmap
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from offramp.training.loop import Phase, Progress, Setup, train_phase
 from offramp.training.method import Method
 from offramp.training.objectives import OBJECTIVES, new_objective
 from offramp.training.optimizers import OPTIMIZERS, new_optimizer
-from offramp.training.processes import Processes, joined_processes
+from offramp.training.processes import joined_processes
 from offramp.training.weighting import WEIGHTINGS, Context, new_weighting
 
 Job = tuple[RunConfig, Path]
@@ -50,11 +50,12 @@ def train_runs(jobs: Sequence[Job], *, device: str = "auto", resume: bool = Fals
     if len(set(folders)) < len(folders):
         raise ValueError(f"each run needs a folder of its own, got {', '.join(map(str, folders))}")
     place = pick_device(device)
-    together = [list(jobs)] if place.type == "cuda" else [[job] for job in jobs]
+    groups = [list(jobs)] if place.type == "cuda" else [[job] for job in jobs]
     with joined_processes(place) as processes, caught_signals() as caught:
-        for group in together:
+        for group in groups:
             with progress("training", 0, silent=processes.rank > 0) as bar:
-                own = [training(*job, place, processes, caught, resume, len(group)) for job in group]
+                setup = Setup(place, processes, caught, together=len(group))
+                own = [training(*job, setup, resume) for job in group]
                 drive(dict(zip(names([out for _, out in group]), own, strict=True)), bar, place)
     return [out for _, out in jobs]
 
@@ -110,54 +111,35 @@ def show(event: Progress, bar: Bar, who: str = "") -> None:
     bar.advance(1, event.images)
 
 
-def training(
-    config: RunConfig,
-    out: Path,
-    device: torch.device,
-    processes: Processes,
-    caught: list[int],
-    resume: bool,
-    together: int = 1,
-) -> Iterator[Progress]:
-    """A whole run, phase after phase."""
-    phases = new_phases(config, out, device, processes, caught, resume, together)
-    return chain.from_iterable(starmap(train_phase, phases))
+def training(config: RunConfig, out: Path, setup: Setup, resume: bool) -> Iterator[Progress]:
+    """A whole run, phase after phase, one step each time it is asked."""
+    return chain.from_iterable(train_phase(phase, setup) for phase in new_phases(config, out, setup, resume))
 
 
-def new_phases(
-    config: RunConfig,
-    out: Path,
-    device: torch.device,
-    processes: Processes,
-    caught: list[int],
-    resume: bool,
-    together: int,
-) -> Iterator[tuple[Phase, Setup]]:
+def new_phases(config: RunConfig, out: Path, setup: Setup, resume: bool) -> Iterator[Phase]:
     """The phases of a run, each made when the one before it is over: two with IMTA's collaboration, else one."""
     refuse_unknown_names(config)
     data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.given())
     config = fit_to_data(config, data)
-    setup = Setup(data, device, processes, caught, together)
     model = new_model(config)
     refuse_other_size(model, data)
-    phase = plain_phase(config, out, model, resume)
+    phase = plain_phase(config, out, data, model, resume)
     refuse_what_does_not_fit(phase)  # before a folder is made
     if not isinstance(model, CollaborativeNet):
-        yield phase, setup
+        yield phase
         return
-    setup.begin(out, config, resume)
+    setup.begin(out, config, data, resume)
     first = without_collaboration(config)
-    yield replace(plain_phase(first, out / PHASE1, new_model(first), resume=True), final=False), setup
+    yield replace(plain_phase(first, out / PHASE1, data, new_model(first), resume=True), final=False)
     module = on_top_of(out / PHASE1, model)
-    yield Phase(config, out, model, module, OneForAll.of(config.imta), True, module.prepare), setup
+    yield Phase(config, out, data, model, module, OneForAll.of(config.imta), True, module.prepare)
 
 
-def plain_phase(config: RunConfig, out: Path, model: ExitNet, resume: bool) -> Phase:
+def plain_phase(config: RunConfig, out: Path, data: Dataset, model: ExitNet, resume: bool) -> Phase:
     """The whole network, trained as configured."""
     if config.imta.equilibrium:
         model.fork = GradientEquilibrium(model.num_exits)
-    objective = new_objective(config.train.objective, config.train.objective_options)
-    return Phase(config, out, model, model, objective, resume)
+    return Phase(config, out, data, model, model, new_objective(config.objective), resume)
 
 
 def refuse_unknown_names(config: RunConfig) -> None:
@@ -165,7 +147,7 @@ def refuse_unknown_names(config: RunConfig) -> None:
     model_entry(config.model.name)
     DATASETS[config.data.name]
     WEIGHTINGS[config.weighting.name]
-    OBJECTIVES[config.train.objective]
+    OBJECTIVES[config.objective.name]
     OPTIMIZERS[config.train.optimizer]
     if config.data.augmentation is not None:
         AUGMENTATIONS[config.data.augmentation]
