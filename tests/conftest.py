@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from itertools import count as counter
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,24 @@ def small_config() -> Callable[..., RunConfig]:
         return with_settings(load_recipe("digits-baseline").config, [*SMALL_RUN, *settings])
 
     return config
+
+
+@pytest.fixture
+def fail_at(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int, Callable[[], BaseException]], None]:
+    """Makes the n-th call of `os.replace` or `os.fsync` raise, once; those after it go well."""
+    real = {name: getattr(os, name) for name in ("replace", "fsync")}
+
+    def set_up(name: str, nth: int, trouble: Callable[[], BaseException]) -> None:
+        calls = counter(1)
+
+        def failing(*args: Any) -> None:
+            if next(calls) == nth:
+                raise trouble()
+            real[name](*args)
+
+        monkeypatch.setattr(os, name, failing)
+
+    return set_up
 
 
 @pytest.fixture

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +14,7 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from offramp.common.images import Preprocessing, UnreadableImage, read_image
+from offramp.common.images import DecodeBudget, Preprocessing, UnreadableImage, read_image
 from offramp.data.augment import normalise
 
 OWN = Preprocessing(24, 28, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
@@ -77,7 +80,7 @@ def test_transparency_becomes_white_and_exif_turns() -> None:
     assert read_image(encoded(noise(10, 20), "JPEG", exif=exif)).size == (20, 10)
 
 
-def test_what_must_not_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_must_not_be_opened_says_why(tmp_path: Path) -> None:
     with pytest.raises(UnreadableImage, match="not there"):
         read_image(tmp_path / "none.png")
     for broken in (b"", b"text", encoded(noise(50, 50))[:200], encoded(noise(50, 50), "JPEG")[:300]):
@@ -85,9 +88,8 @@ def test_what_must_not_be_opened_says_why(tmp_path: Path, monkeypatch: pytest.Mo
             read_image(broken)
     with pytest.raises(UnreadableImage):
         read_image(tmp_path)
-    monkeypatch.setattr("offramp.common.images.MAX_PIXELS", 99)
     with pytest.raises(UnreadableImage, match="10 x 10 pixels, more than 99"):
-        read_image(encoded(noise(10, 10)))
+        read_image(encoded(noise(10, 10)), max_pixels=99)
 
 
 def test_a_decompression_bomb_is_refused_before_it_is_decoded() -> None:
@@ -101,3 +103,97 @@ def test_it_goes_to_json_and_back() -> None:
     for bad in ({"size": 0}, {"resize": 3}, {"std": [0, 1, 1]}, {"mean": [1]}):
         with pytest.raises(ValueError, match="not valid"):
             Preprocessing.from_json({**OWN.to_json(), **bad})
+
+
+KINDS = {
+    "palette": lambda: encoded(noise(70, 45).quantize(16), transparency=3),
+    "16 bits": lambda: encoded(Image.fromarray(np.arange(70 * 45, dtype=np.uint16).reshape(45, 70) * 20)),
+    "alpha": lambda: encoded(noise(70, 45).convert("RGBA")),
+    "cmyk": lambda: encoded(noise(70, 45).convert("CMYK"), "TIFF"),
+    "floats": lambda: encoded(Image.fromarray(np.linspace(-3, 90, 70 * 45, dtype=np.float32).reshape(45, 70)), "TIFF"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_converting_in_bands_is_converting_at_once(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = KINDS[kind]()
+    whole = np.asarray(read_image(data))
+    monkeypatch.setattr("offramp.common.images.BAND_PIXELS", 200)
+    assert np.array_equal(np.asarray(read_image(data)), whole)
+
+
+MEGA = 1_000_000
+
+
+def test_memory_for_decoding_is_shared() -> None:
+    budget, order = DecodeBudget(100 * MEGA), []
+    held = threading.Event()
+
+    def second() -> None:
+        with budget.room(60 * MEGA):
+            order.append("second")
+
+    with budget.room(70 * MEGA):
+        thread = threading.Thread(target=second)
+        thread.start()
+        held.wait(0.2)
+        with budget.room(10 * MEGA):  # a small one waits for nobody
+            order.append("small")
+        order.append("first")
+    thread.join(10)
+    assert order == ["small", "first", "second"] and budget.held == 0
+    with budget.room(1000 * MEGA):  # more than there is, but alone
+        pass
+
+
+def test_what_takes_more_memory_may_have_fewer_pixels() -> None:
+    webp, png = encoded(noise(100, 90), "WEBP"), encoded(noise(100, 90))
+    assert read_image(png, max_pixels=9000).size == (100, 90)
+    with pytest.raises(UnreadableImage, match="100 x 90 pixels, more than 6,300"):
+        read_image(webp, max_pixels=9000)
+
+
+@pytest.mark.slow
+def test_no_kind_of_image_takes_more_memory_than_is_reckoned_with(tmp_path: Path) -> None:
+    """Each in a process of its own, at the largest size allowed: peak memory against the estimate."""
+    side, turned = 4900, Image.Exif()
+    turned[274] = 6
+    files = {
+        "p.png": (Image.new("P", (side, side)), {"transparency": 0}),
+        "16.png": (Image.fromarray(np.zeros((side, side), np.uint16)), {}),
+        "rgba.png": (Image.new("RGBA", (side, side)), {}),
+        "turned.jpg": (Image.new("RGB", (side, side)), {"exif": turned}),
+        "cmyk.jpg": (Image.new("CMYK", (side, side)), {"exif": turned}),
+        "a.webp": (Image.new("RGBA", (4100, 4100)), {}),
+        "i.tif": (Image.fromarray(np.zeros((side, side), np.int32)), {"compression": "tiff_deflate"}),
+        "strip.tif": (Image.new("RGBA", (side, side)), {"compression": "tiff_deflate", "tiffinfo": {278: side}}),
+    }
+    script = (
+        "import sys; from offramp.common.images import *; own = Preprocessing(224, 256, (0.5,) * 3, (0.2,) * 3)\n"
+        "peak = lambda: int(next(l for l in open('/proc/self/status') if 'VmHWM' in l).split()[1]) * 1024\n"
+        "data = open(sys.argv[1], 'rb').read(); need = decode_bytes(open_image(data)); before = peak()\n"
+        "own.read(data); print(peak() - before, need)\n"
+    )
+    for name, (image, options) in files.items():
+        image.save(tmp_path / name, **options)
+        done = subprocess.run([sys.executable, "-c", script, str(tmp_path / name)], capture_output=True, text=True)
+        took, need = map(int, done.stdout.split())
+        assert took <= need + 20e6 and need <= 350e6, name
+
+
+def test_a_damaged_tiff_prints_nothing_of_its_own(tmp_path: Path) -> None:
+    whole = encoded(noise(60, 60), "TIFF", compression="tiff_lzw")
+    damaged = bytearray(whole)
+    damaged[len(whole) // 2 : len(whole) // 2 + 40] = bytes(40)
+    (tmp_path / "a.tif").write_bytes(damaged)
+    script = (
+        "import sys; from offramp.common.images import *\n"
+        "if sys.argv[2] == 'quiet': quiet_pillow()\n"
+        "try: read_image(sys.argv[1])\n"
+        "except UnreadableImage as error: print(error)\n"
+    )
+    loud, quiet = (
+        subprocess.run([sys.executable, "-c", script, str(tmp_path / "a.tif"), how], capture_output=True, text=True)
+        for how in ("loud", "quiet")
+    )
+    assert "LZW" in loud.stderr and quiet.stderr == "" and quiet.stdout == loud.stdout

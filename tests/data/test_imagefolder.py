@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from offramp import load_dataset
-from offramp.data.imagefolder import open_image
+from offramp.common.images import MAX_PIXELS
+from offramp.data.imagefolder import readable
 
 CPU = torch.device("cpu")
 Writer = Callable[..., Path]
@@ -117,13 +118,13 @@ def test_every_mode_becomes_rgb_and_exif_is_obeyed(tmp_path: Path) -> None:
     for mode in ("1", "L", "P", "RGBA", "CMYK", "I;16"):
         path = tmp_path / f"{mode.replace(';', '')}.tif"
         Image.new(mode, (5, 4)).save(path)
-        image = open_image(path)
+        image = readable(path, MAX_PIXELS)
         assert image is not None and image.mode == "RGB" and image.size == (5, 4)
     turned = Image.new("RGB", (6, 3))
     exif = turned.getexif()
     exif[0x0112] = 6
     turned.save(tmp_path / "turned.jpg", exif=exif)
-    image = open_image(tmp_path / "turned.jpg")
+    image = readable(tmp_path / "turned.jpg", MAX_PIXELS)
     assert image is not None and image.size == (3, 6)
 
 
@@ -143,3 +144,27 @@ def test_bad_folders_are_refused(image_folder: Writer, tmp_path: Path) -> None:
     (root / "train" / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no images"):
         load_dataset("imagefolder", data_dir=root)
+
+
+def test_unreadable_files_are_counted_over_all_splits_and_named_once(
+    image_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    root = image_folder(classes=3, train=20, val=5)
+    data = load_dataset("imagefolder", data_dir=root, image_size=32, calibration=6, workers=0)
+    data.splits["test"].paths[0].write_bytes(b"no image")
+    for _ in range(3):  # as in every epoch
+        assert sum(len(batch.labels) for batch in data.sweep("test", 8, torch.device("cpu"))) == 14
+    assert caplog.text.count("unreadable image passed over (1 so far)") == 1
+    data.splits["calibration"].paths[0].write_bytes(b"no image either")
+    with pytest.raises(ValueError, match="2 images are unreadable, more than 1% of 75"):
+        list(data.sweep("calibration", 8, torch.device("cpu")))
+
+
+def test_a_large_image_is_read_only_if_it_is_asked_for(image_folder: Callable[..., Path]) -> None:
+    root = image_folder(classes=2, train=4, val=2)
+    Image.new("RGB", (200, 100)).save(root / "val/class0/val000.png")
+    options = {"data_dir": root, "image_size": 32, "calibration": 0, "workers": 0}
+    small = load_dataset("imagefolder", max_pixels=10_000, **options)
+    assert sum(len(batch.labels) for batch in small.sweep("test", 8, torch.device("cpu"))) == 3
+    every = load_dataset("imagefolder", **options)
+    assert sum(len(batch.labels) for batch in every.sweep("test", 8, torch.device("cpu"))) == 4

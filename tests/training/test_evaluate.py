@@ -95,6 +95,7 @@ def test_logits_that_are_not_finite_are_refused_and_nothing_is_left(run: Path) -
     tensors = read_tensors(run / "model.safetensors")
     tensors["heads.1.linear.bias"][0] = float("nan")
     write_tensors(run / "model.safetensors", tensors)
+    (run / "manifest.json").unlink()
     with pytest.raises(ValueError, match="not finite on the calibration split"):
         evaluate_run(run, device="cpu")
     assert not (run / "eval").exists() and not (run / "eval.part").exists()
@@ -107,6 +108,7 @@ def test_an_evaluation_that_fails_leaves_the_one_before_it_whole(tmp_path: Path,
     tensors = read_tensors(run / "model.safetensors")
     tensors["heads.1.linear.bias"][0] = float("nan")
     write_tensors(run / "model.safetensors", tensors)
+    (run / "manifest.json").unlink()
     with pytest.raises(ValueError, match="not finite"):
         evaluate_run(run, device="cpu")
     assert {p.relative_to(run): p.read_bytes() for p in (run / "eval").rglob("*") if p.is_file()} == before

@@ -40,6 +40,7 @@ def test_a_run_folder_holds_what_it_should(tmp_path: Path, small_config: Config)
         "config.json",
         "data.json",
         "environment.json",
+        "manifest.json",
         "metrics.jsonl",
         "model.safetensors",
         "samples",

@@ -19,7 +19,7 @@ from offramp.cli.running import verbs as running
 from offramp.cli.training import verbs as training
 from offramp.common.console import log_to_console
 from offramp.common.extras import MissingExtra, explained
-from offramp.common.images import ignore_pillow_warnings
+from offramp.common.images import quiet_pillow
 from offramp.common.registry import load_plugin
 from offramp.common.signals import Stopped
 
@@ -88,7 +88,7 @@ def run(words: Sequence[str]) -> None:
 def main() -> None:
     """Run the command line; a mistake is one sentence, not a traceback."""
     log_to_console()
-    ignore_pillow_warnings()
+    quiet_pillow()
     code = 2
     try:
         with explained():

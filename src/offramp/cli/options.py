@@ -19,6 +19,9 @@ BundlePath = Annotated[
     ),
 ]
 Budget = Annotated[str | None, typer.Option(help="Mean mul-adds allowed per image, for example 15M.", metavar="COUNT")]
+MaxPixels = Annotated[
+    str, typer.Option(help="Pixels that an image may have, for example 25M; larger ones are refused.", metavar="COUNT")
+]
 Times = Annotated[Path | None, typer.Option(help="Stage times that `offramp bench infer --json` wrote.")]
 Measure = Annotated[str, typer.Option(help="Confidence: max_softmax, margin or entropy.")]
 Temperature = Annotated[bool, typer.Option(help="Fit a temperature per exit first.")]

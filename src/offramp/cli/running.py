@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from offramp.cli.options import Budget, BundlePath, Device, Settings, command
+from offramp.cli.options import Budget, BundlePath, Device, MaxPixels, Settings, command
 from offramp.common.console import print_table, say
 from offramp.common.formatting import parse_count
 
@@ -52,6 +52,7 @@ def serve_command(
     queue: Annotated[int, typer.Option(help="Images inside at most; more are answered 503.")] = 256,
     max_bytes: Annotated[int, typer.Option(help="Size of a request's body at most.")] = 10_000_000,
     max_images: Annotated[int, typer.Option(help="Images in a request at most.")] = 64,
+    max_pixels: MaxPixels = "25M",
     client_mul_adds_per_s: Annotated[
         str | None, typer.Option(help="Compute that one client may use, for example 2G.", metavar="COUNT")
     ] = None,
@@ -66,7 +67,17 @@ def serve_command(
 
     ceiling = None if client_mul_adds_per_s is None else parse_count(client_mul_adds_per_s, "--client-mul-adds-per-s")
     config = ServeConfig(
-        batch, wait_ms, queue, max_bytes, max_images, ceiling, overload_exit, reveal_exit, deadline_ms, trust_forwarded
+        batch=batch,
+        wait_ms=wait_ms,
+        queue=queue,
+        max_bytes=max_bytes,
+        max_images=max_images,
+        max_pixels=int(parse_count(max_pixels, "--max-pixels")),
+        client_mul_adds_per_s=ceiling,
+        overload_exit=overload_exit,
+        reveal_exit=reveal_exit,
+        deadline_ms=deadline_ms,
+        trust_forwarded=trust_forwarded,
     )
     serve(bundle, host, port, config, device)
 
@@ -109,6 +120,7 @@ def predict_command(
     batch: Annotated[int, typer.Option(help="Images that run together.")] = 64,
     max_exit: Annotated[int | None, typer.Option(help="No image goes beyond this exit.")] = None,
     max_mul_adds: Annotated[str | None, typer.Option(help="No image costs more than this.", metavar="COUNT")] = None,
+    max_pixels: MaxPixels = "25M",
     device: Device = "auto",
 ) -> None:
     """Classify images with a bundle; each pays for what it uses.
@@ -123,7 +135,15 @@ def predict_command(
     limit = None if max_mul_adds is None else parse_count(max_mul_adds, "--max-mul-adds")
     if out is not None and out.suffix not in (".csv", ".jsonl"):
         raise ValueError(f"--out must end in .csv or .jsonl, got {out}")
-    found = predict(loaded, expand(images), policy=policy, batch=batch, max_exit=max_exit, max_mul_adds=limit)
+    found = predict(
+        loaded,
+        expand(images),
+        policy=policy,
+        batch=batch,
+        max_exit=max_exit,
+        max_mul_adds=limit,
+        max_pixels=int(parse_count(max_pixels, "--max-pixels")),
+    )
     if out is None:
         print_table(*result_table(found.rows), whole=True)
     else:

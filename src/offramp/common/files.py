@@ -1,14 +1,21 @@
-"""Files that are either whole or not there: written beside their place, flushed, then moved into it."""
+"""Files that are either whole or not there: written beside their place, flushed, then moved into it.
+
+A digest tells whether a file is still the one that was written; sealed JSON carries the digest of its own content.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+
+PART = re.compile(r"\..+\.(\d+)\.part")  # what `writing` calls a file until it is whole; the number is its process's
+DIGEST = "digest"  # the key of sealed JSON
 
 
 @contextmanager
@@ -18,14 +25,45 @@ def writing(path: str | Path) -> Iterator[IO[bytes]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with part.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        with naming(path):
+            with part.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let the disk's errors that name no file, or one that is only half written, name this one."""
+    try:
+        yield
+    except OSError as error:
+        unnamed = error.filename is None or PART.fullmatch(os.path.basename(str(error.filename)))
+        if unnamed and error.errno is not None:  # one without a number is a sentence of its own
+            error.filename = str(path)
+        raise
+
+
+def remove_stale_parts(folder: Path) -> None:
+    """Remove what processes that are no more left half written, in the folder and below."""
+    for path in list(folder.rglob(".*.part")):
+        found = PART.fullmatch(path.name)
+        if found and path.is_file() and not _is_alive(int(found[1])):
+            path.unlink(missing_ok=True)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except PermissionError:  # somebody else's
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
@@ -49,6 +87,23 @@ def read_json(path: str | Path) -> Any:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
 
 
+def write_sealed_json(path: str | Path, value: Mapping[str, Any]) -> None:
+    """Write JSON that carries a digest of its own content, atomically."""
+    write_json(path, {**value, DIGEST: _digest_of(value)})
+
+
+def read_sealed_json(path: str | Path) -> Any:
+    """Read JSON and check its digest, where it has one: older versions wrote none."""
+    value = read_json(path)
+    if isinstance(value, dict) and DIGEST in value and value.pop(DIGEST) != _digest_of(value):
+        raise ValueError(f"{path} is damaged: it is not the file that was written")
+    return value
+
+
+def _digest_of(value: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def sha256(path: Path) -> str:
     """The digest of a file."""
     with path.open("rb") as file:
@@ -63,8 +118,13 @@ def short_digest(words: Iterable[str]) -> str:
 def check_digests(folder: Path, digests: Mapping[str, str]) -> None:
     """Raise for the first of the named files that is missing or is not the one that was written."""
     for name, digest in digests.items():
-        path = folder / name
-        if os.path.basename(name) != name or not path.is_file():
-            raise ValueError(f"{folder} is damaged: {name} is missing")
-        if sha256(path) != digest:
-            raise ValueError(f"{folder} is damaged: {name} is not the file that was written")
+        wrong = "is missing" if os.path.basename(name) != name else difference(folder / name, digest)
+        if wrong:
+            raise ValueError(f"{folder} is damaged: {name} {wrong}")
+
+
+def difference(path: Path, digest: str) -> str | None:
+    """What is wrong with a file that had this digest when it was written; None if nothing is."""
+    if not path.is_file():
+        return "is missing"
+    return None if sha256(path) == digest else "is not the file that was written"

@@ -1,29 +1,54 @@
 """Images as a network takes them, with Pillow and numpy alone: opened safely, turned upright, cut to size.
 
-`Preprocessing` is what a bundle carries; evaluation of image folders uses it too, so both see the same pixels.
+`Preprocessing` is what a bundle carries; evaluation of image folders uses it too, so both see the same pixels. An image
+may have so many pixels, and all that are decoded at a time take so much memory, whatever their kind.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, UnidentifiedImageError
 
-MAX_PIXELS = 100_000_000  # of one image; more is taken for an attack
+MAX_PIXELS = 25_000_000  # of one image, unless told otherwise; more is taken for an attack
 LONGEST = 20  # times the shorter side; what is longer is cut to its middle before it is resized
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # some others would start programs
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"}
+BAND_PIXELS = 1 << 20  # converted at a time, so that a large image is not in memory in three forms at once
+SMALL_BYTES = 48_000_000  # an image that takes more while it is decoded, some 4 megapixels, is large
+DECODE_BYTES = 300_000_000  # that large images being decoded in this process may take together
+BYTES_PER_PIXEL = {"WEBP": 20}  # while it is decoded, measured; of all other kinds at most:
+USUAL_BYTES_PER_PIXEL = 12
+MOST_BYTES_PER_PIXEL = 14  # times the pixels allowed is what one image may take
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # by EXIF's orientation
 
 
-def ignore_pillow_warnings() -> None:
-    """For a process of our own: Pillow warns of broken metadata, and of sizes that are checked here."""
+def quiet_pillow() -> None:
+    """For a process of our own: no warnings of broken metadata or of sizes that are checked here, nor libtiff's own."""
     warnings.filterwarnings("ignore", module=r"PIL\..*")
+    for library in Path(Image.__file__).parents[1].glob("pillow.libs/libtiff*"):
+        with suppress(OSError, AttributeError):  # the one that Pillow has loaded: it would print to standard error
+            own = ctypes.CDLL(str(library))
+            own.TIFFSetErrorHandler(None)
+            own.TIFFSetWarningHandler(None)
 
 
 class UnreadableImage(ValueError):
@@ -36,13 +61,73 @@ def image_files(folder: Path) -> list[Path]:
     return sorted(path for path in found if path.suffix.lower() in SUFFIXES)
 
 
-def read_image(source: str | Path | bytes) -> Image.Image:
+class DecodeBudget:
+    """Memory for decoding large images, shared by all threads: who needs more than is left waits, unless alone.
+
+    Small ones never wait: there are as many at a time as there are threads that decode.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most, self.held = most, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def room(self, need: int) -> Iterator[None]:
+        if need <= SMALL_BYTES:
+            yield
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: not self.held or self.held + need <= self.most)
+            self.held += need
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.held -= need
+                self._changed.notify_all()
+
+
+BUDGET = DecodeBudget(DECODE_BYTES)
+
+
+def open_image(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """An image whose head was read and whose size is allowed; nothing is decoded yet."""
+    with _explained():
+        image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+        most = min(max_pixels, MOST_BYTES_PER_PIXEL * max_pixels // _bytes_per_pixel(image))
+        if image.width * image.height > most:
+            image.close()
+            raise UnreadableImage(f"it has {image.width} x {image.height} pixels, more than {most:,}")
+        return image
+
+
+def decode_bytes(image: Image.Image) -> int:
+    """The memory that an opened image takes while it is decoded, about."""
+    return image.width * image.height * _bytes_per_pixel(image)
+
+
+def _bytes_per_pixel(image: Image.Image) -> int:
+    return BYTES_PER_PIXEL.get(image.format or "", USUAL_BYTES_PER_PIXEL)
+
+
+def read_image(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """The image as RGB, turned as its EXIF tag says; anything else is an `UnreadableImage` that says why."""
+    image = open_image(source, max_pixels)
+    with BUDGET.room(decode_bytes(image)):
+        return decoded(image)
+
+
+def decoded(image: Image.Image) -> Image.Image:
+    """An opened image as RGB, upright; its file is closed."""
+    with _explained(), image:
+        return upright_rgb(image)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Whatever goes wrong with an image is an `UnreadableImage` that says why."""
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise UnreadableImage(f"it has {image.width} x {image.height} pixels, more than {MAX_PIXELS:,}")
-            return upright_rgb(image)
+        yield
     except UnreadableImage:
         raise
     except FileNotFoundError as error:
@@ -55,14 +140,33 @@ def read_image(source: str | Path | bytes) -> Image.Image:
 
 def upright_rgb(image: Image.Image) -> Image.Image:
     """Turned as its EXIF tag says, in three colours."""
-    return _on_white(ImageOps.exif_transpose(image))
+    turn = UPRIGHT.get(image.getexif().get(ExifTags.Base.Orientation, 1))
+    rgb = _as_rgb(image)
+    return rgb if turn is None else rgb.transpose(turn)
 
 
-def _on_white(image: Image.Image) -> Image.Image:
-    """RGB; what is transparent becomes white, and 16-bit grey keeps its range."""
+def _as_rgb(image: Image.Image) -> Image.Image:
+    """RGB; converted band by band, which gives what converting it at once would give."""
+    if image.mode == "RGB" and "transparency" not in image.info:
+        image.load()
+        return image
+    top = _largest(image) if image.mode == "F" else 65535.0
+    found, rows = Image.new("RGB", image.size), max(1, BAND_PIXELS // max(image.width, 1))
+    for begin in range(0, image.height, rows):
+        band = image.crop((0, begin, image.width, min(begin + rows, image.height)))
+        found.paste(_on_white(band, top), (0, begin))
+    return found
+
+
+def _largest(image: Image.Image) -> float:
+    """The largest value of an image of floats, at least 1."""
+    return max(float(image.getextrema()[1]), 1.0)  # type: ignore[arg-type]
+
+
+def _on_white(image: Image.Image, top: float) -> Image.Image:
+    """RGB; what is transparent becomes white, and grey of more than 8 bits keeps its range from 0 to `top`."""
     if image.mode.startswith("I;16") or image.mode in ("I", "F"):
         values = np.asarray(image, np.float64)
-        top = 65535.0 if image.mode != "F" else max(float(values.max()), 1.0)
         return Image.fromarray((values.clip(0, top) * (255 / top)).astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         own = image.convert("RGBA")
@@ -85,6 +189,18 @@ class Preprocessing:
     resize: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+
+    def read(self, source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+        """uint8 [3, size, size] of an encoded image; waits while others take the memory for decoding."""
+        return self.decode(open_image(source, max_pixels))
+
+    def decode(self, image: Image.Image) -> np.ndarray:
+        """The same of an image that was opened."""
+        with BUDGET.room(decode_bytes(image)):
+            try:
+                return self.cut(decoded(image))
+            finally:
+                image.close()  # its pixels are not needed any more, whoever still holds it
 
     def cut(self, image: Image.Image) -> np.ndarray:
         """uint8 [3, size, size] of an image of any size."""

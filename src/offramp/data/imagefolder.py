@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -25,11 +25,12 @@ from torch.utils.data import DataLoader
 
 from offramp.common.files import short_digest
 from offramp.common.images import (
+    MAX_PIXELS,
     SUFFIXES,
     Preprocessing,
     UnreadableImage,
-    ignore_pillow_warnings,
     image_files,
+    quiet_pillow,
     read_image,
 )
 from offramp.common.seeds import generator, mix
@@ -67,6 +68,7 @@ def load_imagefolder(
     image_size: int = 224,
     calibration: int | None = None,
     workers: int | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> ImageFolderDataset:
     """Read the folder's file names; images are opened as they are needed.
 
@@ -91,7 +93,7 @@ def load_imagefolder(
     else:
         kept, held = hold_out(train.labels, calibration, seed, "calibration")
     splits = {"train": train.take(kept), "calibration": train.take(held), "test": test}
-    return ImageFolderDataset(names, splits, image_size, usable_workers(workers), listed)
+    return ImageFolderDataset(names, splits, image_size, usable_workers(workers), listed, max_pixels)
 
 
 def usable_workers(asked: int | None) -> int:
@@ -121,10 +123,10 @@ def _list_files(root: Path, names: tuple[str, ...]) -> FileSplit:
     return FileSplit(tuple(paths), np.array(labels, np.int64), np.arange(len(paths)))
 
 
-def open_image(path: str | Path) -> Image.Image | None:
+def readable(path: Path, max_pixels: int) -> Image.Image | None:
     """The image as RGB, or None if it cannot be read."""
     try:
-        return read_image(path)
+        return read_image(path, max_pixels)
     except UnreadableImage:
         return None
 
@@ -145,22 +147,22 @@ class Request:
 class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
     """Runs in the workers: request -> (uint8 image, row used, row that was unreadable or -1)."""
 
-    def __init__(self, split: FileSplit, image_size: int) -> None:
+    def __init__(self, split: FileSplit, image_size: int, max_pixels: int) -> None:
         from torchvision.transforms import v2
 
-        self.split, self.image_size = split, image_size
+        self.split, self.image_size, self.max_pixels = split, image_size, max_pixels
         self.augment = v2.Compose([v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()])
         self.preprocessing = _preprocessing(image_size)
 
     def __getitem__(self, request: Request) -> tuple[Tensor, int, int]:
-        image = open_image(self.split.paths[request.row])
+        image = readable(self.split.paths[request.row], self.max_pixels)
         unreadable = -1 if image else request.row
         row = request.row
         while image is None and request.training:  # in training the next readable one stands in
             row = (row + 1) % len(self.split.paths)
             if row == request.row:
                 break
-            image = open_image(self.split.paths[row])
+            image = readable(self.split.paths[row], self.max_pixels)
         if image is None:
             image = Image.new("RGB", (self.image_size, self.image_size))
         return self._transform(image, request.seed), row, unreadable
@@ -176,27 +178,27 @@ class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
 
 def _begin_worker(worker: int) -> None:
     """Ctrl-C and a launcher's SIGTERM reach every process of a group; only the parent should answer."""
-    ignore_pillow_warnings()
+    quiet_pillow()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # they leave when the parent does
 
 
 class Unreadable:
-    """Counts unreadable images by name and stops the run when there are too many."""
+    """Counts the unreadable images of a folder, each once, and stops the run when there are too many."""
 
-    def __init__(self, split: FileSplit, images: int) -> None:
-        self.split, self.images = split, images  # all of the folder, whichever split they are in
-        self.rows: set[int] = set()
+    def __init__(self, images: int) -> None:
+        self.images = images  # of the whole folder, whichever split they are in
+        self.paths: dict[Path, None] = {}
 
-    def note(self, rows: Tensor) -> None:
-        for row in rows[rows >= 0].tolist():
-            if row not in self.rows:
-                self.rows.add(row)
-                log.warning("unreadable image passed over (%d so far): %s", len(self.rows), self.split.paths[row])
-        if len(self.rows) > max(1, ALLOWED_UNREADABLE * self.images):
+    def note(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            if path not in self.paths:
+                self.paths[path] = None
+                log.warning("unreadable image passed over (%d so far): %s", len(self.paths), path)
+        if len(self.paths) > max(1, ALLOWED_UNREADABLE * self.images):
             raise ValueError(
-                f"{len(self.rows)} images are unreadable, more than {ALLOWED_UNREADABLE:.0%} of {self.images:,}; the "
-                f"last one is {self.split.paths[max(self.rows)]}. Repair them, or remove them before training"
+                f"{len(self.paths)} images are unreadable, more than {ALLOWED_UNREADABLE:.0%} of {self.images:,}; the "
+                f"last one is {list(self.paths)[-1]}. Repair them, or remove them before training"
             )
 
 
@@ -204,11 +206,19 @@ class ImageFolderDataset(Dataset):
     """An image folder in three splits."""
 
     def __init__(
-        self, class_names: tuple[str, ...], splits: dict[str, FileSplit], image_size: int, workers: int, listed: str
+        self,
+        class_names: tuple[str, ...],
+        splits: dict[str, FileSplit],
+        image_size: int,
+        workers: int,
+        listed: str,
+        max_pixels: int = MAX_PIXELS,
     ) -> None:
         self.name, self.class_names, self.splits, self.listed = "imagefolder", class_names, splits, listed
         self.image_size, self.workers, self.mean, self.std = image_size, workers, MEAN, STD
+        self.max_pixels = max_pixels
         self.augmentation = None  # the workers crop and mirror
+        self.unreadable = Unreadable(sum(map(self.size, splits)))
 
     @property
     def identity(self) -> str:
@@ -256,7 +266,7 @@ class ImageFolderDataset(Dataset):
     def thumbnails(self, split: str, rows: np.ndarray) -> np.ndarray:
         thumbs = np.zeros((len(rows), THUMB, THUMB, 3), np.uint8)
         for at, row in enumerate(rows):
-            image = open_image(self.splits[split].paths[row])
+            image = readable(self.splits[split].paths[row], self.max_pixels)
             if image is not None:
                 thumbs[at] = np.array(ImageOps.fit(image, (THUMB, THUMB)))
         return thumbs
@@ -266,17 +276,16 @@ class ImageFolderDataset(Dataset):
         part = self.splits[split]
         cuda = device.type == "cuda"
         loader = DataLoader(
-            _Reader(part, self.image_size),
+            _Reader(part, self.image_size, self.max_pixels),
             batch_sampler=requests,
             num_workers=self.workers,
             pin_memory=cuda,
             worker_init_fn=_begin_worker,
             generator=torch.Generator(),  # else it draws from the global one
         )
-        unreadable = Unreadable(part, sum(map(self.size, self.splits)))
         labels = torch.from_numpy(part.labels)
         for images, rows, bad in loader:
-            unreadable.note(bad)
+            self.unreadable.note(part.paths[row] for row in bad[bad >= 0].tolist())
             readable = rows != bad
             if not bool(readable.all()):
                 images, rows = images[readable], rows[readable]

@@ -21,6 +21,7 @@ from offramp.common.pretrained import CARD, MANIFEST, bundle_folder, pretrained_
 from offramp.common.registry import Registry
 from offramp.models.exits import CONFIG, WEIGHTS, ExitNet, ModelSpec
 from offramp.models.weights import load_tensors, read_tensors
+from offramp.runs.manifest import refuse_damaged_network
 
 Builder = Callable[..., ExitNet]
 Wrapper = Callable[[ExitNet], ExitNet]
@@ -148,9 +149,10 @@ def load_model(folder: str | Path) -> ExitNet:
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         raise ValueError(f"{folder} is not a model or run folder: it has no {CONFIG}")
-    model = build(read_spec(folder))
     if not (folder / WEIGHTS).is_file():
         raise ValueError(f"{folder} has no {WEIGHTS}: if it is a run, it has not finished training")
+    refuse_damaged_network(folder)
+    model = build(read_spec(folder))
     load_tensors(model, read_tensors(folder / WEIGHTS), folder / WEIGHTS)
     return model
 

@@ -2,7 +2,8 @@
 
 `bundle.json` names the format and the sha256 of every file, `model.json` says what to build and how to prepare
 images, `policy.json` when to leave; weights are safetensors or one ONNX graph per stage; `golden.npz` holds inputs
-with the outputs they must give. Nothing is unpickled, and nothing of training is imported.
+with the outputs they must give, `photos.json` encoded photos with theirs. Nothing is unpickled, and nothing of
+training is imported. docs/bundle-format.md says all of it to those who write clients in other languages.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from offramp.common.names import unknown
 from offramp.common.pretrained import CARD, MANIFEST, bundle_folder, pretrained_names
 from offramp.measuring.policy import Outcome, Policies, Policy, check_budget, mean_cost, read_policies, shares_of
 from offramp.running.engines.protocol import Engine, all_logits
+from offramp.running.golden_photos import PolicyResult, check_answers, check_cuts, cut_photos, read_photos
 from offramp.running.packing import cached_packing
 from offramp.running.runtime import ExitResult, Runtime
 
@@ -146,9 +148,22 @@ class Bundle:
         return runtime(tensor, max_exit=max_exit, max_mul_adds=max_mul_adds, deadline_ms=deadline_ms)
 
     def check_golden(self) -> float:
-        """Run the golden inputs through every stage; the largest difference in logits. Too large is a ValueError."""
+        """Run the golden inputs through every stage; the largest difference in logits. Too large is a ValueError.
+
+        So is a golden photo that becomes another array or gets another answer; bundles of version 0.1 have none.
+        """
         images, expected = read_golden(self.folder)
-        return compare_golden(self.engine, self.card.preprocessing.normalise(images), expected, self.folder)
+        difference = compare_golden(self.engine, self.card.preprocessing.normalise(images), expected, self.folder)
+        self.check_photos(self.folder)
+        return difference
+
+    def check_photos(self, source: Any) -> None:
+        """Cut the golden photos and run what they should be cut into; `source` is what an error names."""
+        photos = read_photos(self.folder, _read_manifest(self.folder)["files"])
+        if photos:
+            cut, own = read_cut_photos(self.folder), self.card.preprocessing
+            check_cuts(photos, cut_photos([(self.folder / one.file).read_bytes() for one in photos], own), cut, source)
+            check_answers(photos, PolicyResult.of(all_logits(self.engine, own.normalise(cut)), self.policies), source)
 
 
 def _as_image(value: Any, number: int) -> Image.Image:
@@ -274,6 +289,12 @@ def read_golden(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Golden images, uint8 [n, 3, h, w], and the logits they gave, [K, n, C]."""
     with np.load(folder / GOLDEN, allow_pickle=False) as file:
         return file["images"], file["logits"]
+
+
+def read_cut_photos(folder: Path) -> np.ndarray:
+    """What the golden photos must be cut into, uint8 [n, 3, h, w]."""
+    with np.load(folder / GOLDEN, allow_pickle=False) as file:
+        return file["photos"]
 
 
 def compare_golden(engine: Engine, images: np.ndarray, expected: np.ndarray, source: Any) -> float:

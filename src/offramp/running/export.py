@@ -41,6 +41,7 @@ from offramp.running.bundle import (
     read_golden,
     stage_file,
 )
+from offramp.running.golden_photos import PolicyResult, cut_photos, drawn_photos, write_photos
 from offramp.runs.folder import read_config
 from offramp.runs.outputs import read_outputs, read_summary
 
@@ -125,6 +126,7 @@ def export_model(
         _write_files(part, model.eval(), policies, card, images, format, bfloat16)
         bundle = load_bundle(part, device="cpu")
         compare_golden(bundle.engine, preprocessing.normalise(images), _reference(model, card, images), out)
+        bundle.check_photos(out)
         if out.is_dir():
             out.rmdir()
         os.replace(part, out)
@@ -138,8 +140,11 @@ def _write_files(
 ) -> None:
     write_json(part / CARD, card.to_json())
     write_policies(part / POLICY, policies)
+    photos = list(drawn_photos(card.preprocessing))
+    cut = cut_photos([data for _, _, data in photos], card.preprocessing)
+    write_photos(part, photos, PolicyResult.of(_reference(model, card, cut), policies))
     with writing(part / GOLDEN) as file:
-        np.savez(file, images=images, logits=_reference(model, card, images))
+        np.savez(file, images=images, logits=_reference(model, card, images), photos=cut)
     if format == "torch":
         tensors = model.state_dict()
         if bfloat16:

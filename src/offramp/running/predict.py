@@ -22,7 +22,7 @@ import numpy as np
 from offramp.common.console import progress
 from offramp.common.files import write_bytes
 from offramp.common.formatting import Table, millions, to_csv
-from offramp.common.images import UnreadableImage, image_files, read_image
+from offramp.common.images import MAX_PIXELS, UnreadableImage, image_files
 from offramp.measuring.policy import Policy
 from offramp.running.bundle import Bundle
 from offramp.running.pool import Left, Pool, Ticket
@@ -103,8 +103,9 @@ def predict(
     batch: int = 64,
     max_exit: int | None = None,
     max_mul_adds: float | None = None,
+    max_pixels: int = MAX_PIXELS,
 ) -> Summary:
-    """Classify the images at `paths`."""
+    """Classify the images at `paths`; one with more than `max_pixels` is not read."""
     rows: dict[int, Row] = {}
     last = ceiling(bundle.costs, max_exit, max_mul_adds)
     pool = Pool(bundle.engine, policy or bundle.policies.policy, batch, WAIT_S)
@@ -116,7 +117,7 @@ def predict(
                 rows[one.ticket.key] = _row(bundle, paths[one.ticket.key], one)
                 bar.advance(1, 1)
 
-        for numbers, images, failed in _decoded(bundle, paths, rows, batch):
+        for numbers, images, failed in _decoded(bundle, paths, rows, batch, max_pixels):
             bar.advance(failed, 0)
             if len(numbers):
                 pool.add(images, [Ticket(number, last) for number in numbers])
@@ -128,14 +129,14 @@ def predict(
 
 
 def _decoded(
-    bundle: Bundle, paths: Sequence[str], rows: dict[int, Row], batch: int
+    bundle: Bundle, paths: Sequence[str], rows: dict[int, Row], batch: int, max_pixels: int
 ) -> Iterator[tuple[list[int], np.ndarray, int]]:
     """Normalised batches with the numbers of their paths; what cannot be read goes to `rows` and is counted."""
     own = bundle.card.preprocessing
 
     def decode(number: int) -> np.ndarray | UnreadableImage:
         try:
-            return own.cut(read_image(paths[number]))
+            return own.read(paths[number], max_pixels)
         except UnreadableImage as error:
             return error
 

@@ -58,6 +58,7 @@ class DataConfig:
     test: int | None = _at_least(1, None)
     image_size: int | None = _at_least(8, None)
     workers: int | None = _at_least(0, None)
+    max_pixels: int | None = _at_least(1, None)
     download: bool | None = None
     augmentation: str | None = None
     options: dict[str, Any] = _table()

@@ -1,26 +1,32 @@
 """A run folder: what was asked for, where it ran, what it logged.
 
-`config.json` and `environment.json` are written when the run begins, `metrics.jsonl` and the TensorBoard
-events grow by a row per epoch, `model.safetensors` appears at the end. Resume states are in checkpoint.py.
+`environment.json`, `data.json` and, last, `config.json` are written when the run begins, so that a folder with
+`config.json` has all three. `metrics.jsonl` and the TensorBoard events grow by a row per epoch, `model.safetensors` and
+then the manifest (manifest.py) appear at the end. Resume states are in training/checkpoint.py.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from offramp import __version__
-from offramp.common.files import read_json, write_bytes, write_json
+from offramp.common.files import naming, read_json, remove_stale_parts, write_bytes, write_json
 from offramp.runs.config import RunConfig
 
 if TYPE_CHECKING:
     import torch
+
+log = logging.getLogger("offramp")
 
 CONFIG = "config.json"
 ENVIRONMENT = "environment.json"
@@ -28,6 +34,9 @@ METRICS = "metrics.jsonl"
 DATA = "data.json"
 POLICY = "policy.json"
 WEIGHTS = "model.safetensors"  # the trained network, at the end
+SAMPLES, TENSORBOARD = "samples", "tensorboard"  # folders with a file per epoch, and per call
+LOCK = ".train.lock"  # there while the run is trained (lock.py)
+BEGINNING = {ENVIRONMENT: "packages", DATA: "identity"}  # written before the configuration; a key that each has
 PHASE1 = "phase1"  # the first of two phases is a run of its own, in the folder of the whole
 
 
@@ -44,20 +53,60 @@ class KnownData(Protocol):
 
 def begin_run(folder: Path, config: RunConfig, data: KnownData, device: torch.device, resume: bool) -> None:
     """Make the folder, or check that it holds the same run if it is to go on."""
-    known = folder / CONFIG
-    if known.exists():
+    remove_stale_parts(folder)
+    if (folder / CONFIG).exists():
         if not resume:
             raise ValueError(f"{folder} holds a run already; add --resume to go on with it or choose another --out")
         before, now = read_config(folder).to_json(), read_back(config).to_json()
         _refuse_difference(before["data"], now["data"], folder, "data")
         refuse_other_data(folder, data)  # first: settings of the model may follow from the data
         _refuse_difference(before, now, folder)
+        _add_missing(folder, data, device)
         return
-    if folder.exists() and any(not p.name.endswith(".part") for p in folder.iterdir()):
+    if folder.exists() and not all(map(_is_left_over, folder.iterdir())):
         raise ValueError(f"{folder} is not empty and not a run; choose another --out")
-    write_json(known, config.to_json())
-    write_json(folder / DATA, {"schema": 1, "classes": list(data.class_names), "identity": data.identity})
-    write_json(folder / ENVIRONMENT, environment(device))
+    _write_beginning(folder, list(BEGINNING), data, device)
+    write_json(folder / CONFIG, config.to_json())  # last: with it the folder is a run
+
+
+def _write_beginning(folder: Path, names: list[str], data: KnownData, device: torch.device) -> None:
+    """Write down where the run takes place, and on which data."""
+    if ENVIRONMENT in names:
+        write_json(folder / ENVIRONMENT, environment(device))
+    if DATA in names:
+        write_json(folder / DATA, {"schema": 1, "classes": list(data.class_names), "identity": data.identity})
+
+
+def _add_missing(folder: Path, data: KnownData, device: torch.device) -> None:
+    """Write what a run lacks of its beginning, and say so: nobody knows whether the data are those it began with."""
+    missing = [name for name in BEGINNING if not (folder / name).is_file()]
+    if missing:
+        log.warning("%s has no %s; written now, as things are today", folder, " and no ".join(missing))
+        _write_beginning(folder, missing, data, device)
+
+
+def _is_left_over(path: Path) -> bool:
+    """Whether a file is one of a run that was killed while it began, and not somebody's own."""
+    if path.name == LOCK or path.name.endswith(".part"):
+        return True
+    if path.name not in BEGINNING:
+        return False
+    with suppress(ValueError):
+        found = read_json(path)
+        return isinstance(found, dict) and BEGINNING[path.name] in found
+    return False
+
+
+@contextmanager
+def going_on_explained(run: Path) -> Iterator[None]:
+    """Turn what the disk says while a run is written into a sentence: which file, why, and how to go on."""
+    try:
+        yield
+    except OSError as error:
+        file, why = error.filename or run, error.strerror or str(error)
+        raise OSError(
+            f"{file} cannot be written: {why}; once it can, the same command with --resume goes on"
+        ) from error
 
 
 def refuse_other_data(folder: Path, data: KnownData) -> None:
@@ -76,8 +125,8 @@ def refuse_other_data(folder: Path, data: KnownData) -> None:
 
 def forget_unsaved(folder: Path) -> None:
     """Remove the folder of a run that failed before there was anything to go on from or to look at."""
-    made = (CONFIG, DATA, ENVIRONMENT, METRICS, "tensorboard")
-    if folder.is_dir() and not read_metrics(folder) and {path.name for path in folder.iterdir()} <= set(made):
+    made = {CONFIG, DATA, ENVIRONMENT, METRICS, TENSORBOARD, LOCK}
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= made and not read_metrics(folder):
         shutil.rmtree(folder)
         if folder.name == PHASE1:
             forget_unsaved(folder.parent)
@@ -109,22 +158,35 @@ def _refuse_difference(before: Any, now: Any, folder: Path, path: str = "") -> N
         _refuse_difference(before.get(key), now.get(key), folder, f"{path}.{key}" if path else key)
 
 
-class MetricsLog:
-    """`metrics.jsonl` and TensorBoard events; rows after `step` (a killed run's) are cut off."""
+def sample_name(epoch: int) -> str:
+    """The file with a sample of an epoch's weights, as seen from the run folder."""
+    return f"{SAMPLES}/epoch-{epoch:04d}.npz"
 
-    def __init__(self, folder: Path, step: int) -> None:
+
+class MetricsLog:
+    """`metrics.jsonl` and TensorBoard events; rows after `step` (a killed run's) are cut off.
+
+    `kept` are the rows up to there as the resume state has them: where the file says something else, they count.
+    """
+
+    def __init__(self, folder: Path, step: int, kept: list[dict[str, Any]] | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.path = folder / METRICS
-        self.rows = [row for row in read_metrics(folder) if row["step"] <= step]
+        self.path, self.folder = folder / METRICS, folder / TENSORBOARD
+        self.rows = _rows_until(folder, step) if kept is None else _restored(folder, step, kept)
         earlier = self.rows or read_metrics(folder / PHASE1)
         self.seconds_before = float(earlier[-1].get("seconds", 0.0)) if earlier else 0.0  # by phases and epochs before
         self._write()
-        self.events = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1 if step else None)
+        with naming(self.folder):
+            self.events = SummaryWriter(str(self.folder), purge_step=step + 1 if step else None)
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
         self._write()
+        with naming(self.folder):
+            self._add_events(row)
+
+    def _add_events(self, row: dict[str, Any]) -> None:
         for key, value in row.items():
             for at, number in enumerate(value) if isinstance(value, list) else [(None, value)]:
                 tag = key if at is None else f"{key}/exit{at + 1}"
@@ -134,12 +196,27 @@ class MetricsLog:
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.events.close()
+    def __exit__(self, *failed: object) -> None:
+        with suppress(OSError) if any(failed) else naming(self.folder):  # what went wrong first is told
+            self.events.close()
 
     def _write(self) -> None:
         text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in self.rows)
         write_bytes(self.path, text.encode())
+
+
+def _rows_until(folder: Path, step: int) -> list[dict[str, Any]]:
+    return [row for row in read_metrics(folder) if row["step"] <= step]
+
+
+def _restored(folder: Path, step: int, kept: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that the resume state kept, with a warning where the file has others."""
+    found: list[dict[str, Any]] | None = None
+    with suppress(ValueError):
+        found = _rows_until(folder, step)
+    if found != kept:
+        log.warning("%s is damaged: restored up to step %d from the resume state", folder / METRICS, step)
+    return list(kept)
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:

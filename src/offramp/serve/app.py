@@ -20,7 +20,7 @@ from offramp.running.bundle import Bundle
 from offramp.serve.config import ServeConfig
 from offramp.serve.metrics import ENOUGH, Metrics
 from offramp.serve.page import Page, build_page
-from offramp.serve.requests import FULL, RETRY_S, Limits, first_sentence
+from offramp.serve.requests import FULL, RETRY, Limits, first_sentence
 from offramp.serve.responses import REQUEST_BODY, Answer, response
 from offramp.serve.service import ClientGone, Service, StageFailed
 
@@ -144,7 +144,7 @@ class Door:
             await send(message)
 
         refuse = self.service.full and scope["method"] == "POST"  # here it costs half of what it does further in
-        full = JSONResponse({"detail": FULL}, 503, {"Retry-After": str(RETRY_S)})
+        full = JSONResponse({"detail": FULL}, 503, RETRY)
         try:
             await (full if refuse else self.app)(scope, receive, watch)
         finally:

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from offramp.common.images import MAX_PIXELS
+
 
 @dataclass(frozen=True)
 class ServeConfig:
@@ -16,6 +18,7 @@ class ServeConfig:
     queue: int = 256  # images inside at most, wherever they wait
     max_bytes: int = 10_000_000  # of one request's body
     max_images: int = 64  # in one request
+    max_pixels: int = MAX_PIXELS  # of one image
     client_mul_adds_per_s: float | None = None  # what one client may use; None: as much as it likes
     overload_exit: int | None = None  # the last exit while over half the queue is taken; None: see `exit_within`
     reveal_exit: bool = False  # whether answers say which exit was taken
@@ -23,7 +26,7 @@ class ServeConfig:
     trust_forwarded: bool = False  # whether a proxy in front names the client in X-Forwarded-For
 
     def __post_init__(self) -> None:
-        for name in ("batch", "queue", "max_bytes", "max_images"):
+        for name in ("batch", "queue", "max_bytes", "max_images", "max_pixels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if not 0 <= self.wait_ms < math.inf:

@@ -17,16 +17,18 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import HTTPException, Request
+from PIL import Image
 from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 from python_multipart import FormParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File, parse_options_header
 
-from offramp.common.images import UnreadableImage
+from offramp.common.images import UnreadableImage, open_image
 from offramp.running.bundle import Bundle
 
 FULL = "the server is full; try again later"
 RETRY_S = 1  # after which a full server is worth another try
+RETRY = {"Retry-After": str(RETRY_S)}
 READ_S = 20.0  # for a whole body to arrive
 MAX_FIELDS = 8  # of a form, beside its files
 
@@ -166,7 +168,7 @@ class Buffer:
 
 def full() -> HTTPException:
     """The refusal of a request for which there is no room now."""
-    return HTTPException(503, FULL, {"Retry-After": str(RETRY_S)})
+    return HTTPException(503, FULL, RETRY)
 
 
 @asynccontextmanager
@@ -202,15 +204,25 @@ async def _read(request: Request, body: bytearray, most: int, buffer: Buffer) ->
         body += chunk
 
 
-def decode(bundle: Bundle, images: Sequence[bytes]) -> np.ndarray:
-    """Encoded images as the normalised array [n, 3, h, w] that the network takes."""
-    return np.concatenate([_decode(bundle, image, number) for number, image in enumerate(images, start=1)])
+def open_images(encoded: Sequence[bytes], max_pixels: int) -> list[Image.Image]:
+    """Images whose heads were read and whose sizes are allowed; nothing is decoded yet."""
+    found = []
+    for number, data in enumerate(encoded, start=1):
+        try:
+            found.append(open_image(data, max_pixels))
+        except UnreadableImage as error:
+            raise HTTPException(415, f"image {number} cannot be read: {error}") from error
+    return found
 
 
-def _decode(bundle: Bundle, image: bytes, number: int) -> np.ndarray:
-    try:
-        return bundle.prepare([image], first=number)
-    except UnreadableImage as error:
-        raise HTTPException(415, str(error)) from error
-    except (MemoryError, ValueError, OSError) as error:
-        raise HTTPException(415, f"image {number} cannot be prepared") from error
+def outcome_of(bundle: Bundle, images: Sequence[Image.Image]) -> np.ndarray | HTTPException:
+    """Opened images as the normalised array [n, 3, h, w] that the network takes, or why one of them is refused."""
+    own, cut = bundle.card.preprocessing, []
+    for number, image in enumerate(images, start=1):
+        try:
+            cut.append(own.decode(image))
+        except UnreadableImage as error:
+            return HTTPException(415, f"image {number} cannot be read: {error}")
+        except (MemoryError, ValueError, OSError):
+            return HTTPException(415, f"image {number} cannot be prepared")
+    return own.normalise(np.stack(cut))

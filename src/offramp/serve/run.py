@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,10 @@ from offramp.running.bundle import load_bundle
 from offramp.running.engines.protocol import warm
 from offramp.serve.app import create_app
 from offramp.serve.config import ServeConfig
+from offramp.serve.connections import BACKLOG, ServerConfig
 
-BACKLOG = 2048
 DRAIN_S = 30  # for requests inside once the server was told to stop
+SENT_S = 0.25  # until all that was sent before is read, whoever had connected
 
 
 def serve(
@@ -54,13 +57,28 @@ def run_app(app: FastAPI, host: str = "127.0.0.1", port: int = 8000) -> None:
 class Server(uvicorn.Server):
     """uvicorn that says that it is `ready` when it is: answers come, and signals reach it."""
 
-    def __init__(self, config: uvicorn.Config, ready: str) -> None:
+    config: ServerConfig
+
+    def __init__(self, config: ServerConfig, ready: str) -> None:
         super().__init__(config)
         self.ready = ready
 
     async def main_loop(self) -> None:
         console.print(self.ready, highlight=False, soft_wrap=True)
         await super().main_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """A signal: answers that are still to come say that their connection closes."""
+        self.config.connections.drain()
+        super().handle_exit(sig, frame)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer what had been sent, on connections that wait to be accepted too; then take no more and end."""
+        connections = self.config.connections
+        connections.drain()
+        await asyncio.sleep(SENT_S)
+        connections.close_unsent()
+        await super().shutdown(sockets)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -79,18 +97,16 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def server_config(app: FastAPI) -> uvicorn.Config:
+def server_config(app: FastAPI) -> ServerConfig:
     """uvicorn as offramp runs it; the peer is the peer, whatever headers say."""
-    return uvicorn.Config(
+    return ServerConfig(
         app,
-        http="h11",
         ws="none",
         lifespan="on",
         log_level="warning",
         access_log=False,
         proxy_headers=False,
         server_header=False,
-        backlog=BACKLOG,
         timeout_graceful_shutdown=DRAIN_S,
     )
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import os
+import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,18 +18,22 @@ from typing import Any
 
 import numpy as np
 from fastapi import HTTPException, Request
+from PIL import Image
 
+from offramp.common.images import SMALL_BYTES, decode_bytes
 from offramp.measuring.policy import Policy
 from offramp.running.bundle import Bundle
 from offramp.running.pool import Left, Pool, Ticket
 from offramp.serve.clients import Bucket, Clients, client_name
 from offramp.serve.config import ServeConfig
 from offramp.serve.metrics import Metrics
-from offramp.serve.requests import Buffer, Form, Limits, body_of, decode, full, parse_body
+from offramp.serve.requests import RETRY, Buffer, Form, Limits, body_of, full, open_images, outcome_of, parse_body
 from offramp.serve.worker import Over, Worker
 
 BODIES = 32  # of the largest size, that fit into memory at a time
 DECODERS = min(4, os.cpu_count() or 1)
+LARGE_WAITING = 8  # requests with large images that may wait to be decoded
+PIXEL_MUL_ADDS = 16  # what a client is charged for decoding a pixel: about what it takes
 PATIENCE_S = 0.1  # who has waited so long at a stage goes before any full batch
 LONGEST_RETRY_S = 60
 
@@ -39,6 +44,16 @@ class StageFailed(Exception):
 
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
+
+
+@dataclass(frozen=True)
+class Intake:
+    """What a request holds: opened images, limits, and what came of decoding them, if that was done already."""
+
+    images: list[Image.Image]
+    limits: Limits
+    pixels: int
+    found: np.ndarray | HTTPException | None
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,8 @@ class Service:
         self.worker = Worker(pool, self._tell)
         self._buffer = Buffer(BODIES * config.max_bytes)
         self._decoders = ThreadPoolExecutor(DECODERS, "offramp-decode")
+        self._large = ThreadPoolExecutor(1, "offramp-decode-large", initializer=_behind_others)
+        self._large_waiting = 0
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -85,6 +102,7 @@ class Service:
         finally:
             await asyncio.to_thread(self.worker.stop)
             self._decoders.shutdown()
+            self._large.shutdown()
 
     @property
     def full(self) -> bool:
@@ -113,10 +131,11 @@ class Service:
             self.worker.coming += 1
             try:
                 kind = request.headers.get("content-type", "")
-                found = await self._loop.run_in_executor(self._decoders, self._decode, kind, body, limits)
+                intake = await self._loop.run_in_executor(self._decoders, self._read, kind, body, limits)
+                images = await self._decoded(intake, bucket)
                 self._check_balance(bucket)
-                self._take(len(found[0]) - 1)
-                return found
+                self._take(len(images) - 1)
+                return images, intake.limits
             except BaseException:
                 self.taken -= 1
                 raise
@@ -141,11 +160,32 @@ class Service:
             raise full()
         self.taken += places
 
-    def _decode(self, kind: str, body: bytes, limits: Limits) -> tuple[np.ndarray, Limits]:
+    def _read(self, kind: str, body: bytes, limits: Limits) -> Intake:
+        """What a request holds; its images are decoded at once, unless some are large."""
         form: Form = parse_body(kind, body, self.config.most_images)
         limits = form.limits.over(limits)
         limits.check(len(self.costs))
-        return decode(self.bundle, form.images), limits
+        images = open_images(form.images, self.config.max_pixels)
+        large = max(map(decode_bytes, images)) > SMALL_BYTES
+        found = None if large else outcome_of(self.bundle, images)
+        return Intake(images, limits, sum(image.width * image.height for image in images), found)
+
+    async def _decoded(self, intake: Intake, bucket: Bucket | None) -> np.ndarray:
+        """A request's images, charged to its client; large ones one after another, behind everybody else's."""
+        if bucket is not None:
+            bucket.charge(0.0, PIXEL_MUL_ADDS * intake.pixels)
+        found = intake.found
+        if found is None:
+            if self._large_waiting >= LARGE_WAITING:
+                raise HTTPException(503, "the server is busy with large images; try again later", RETRY)
+            self._large_waiting += 1
+            try:
+                found = await self._loop.run_in_executor(self._large, outcome_of, self.bundle, intake.images)
+            finally:
+                self._large_waiting -= 1
+        if isinstance(found, HTTPException):
+            raise found
+        return found
 
     def _tickets(self, count: int, limits: Limits, bucket: Bucket | None, arrived: float) -> list[Ticket]:
         last = limits.max_exit or len(self.costs)
@@ -189,22 +229,32 @@ class Service:
                 entry.answer.set_exception(StageFailed())
 
 
+def _behind_others() -> None:
+    """Let this thread have the processor when nobody else wants it; only where threads have a priority."""
+    with contextlib.suppress(AttributeError, OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
 async def _first(request: Request, tickets: list[Ticket]) -> list[Left]:
     """The answers, unless the client goes away first; then its images are not worth another stage."""
-    answers = asyncio.gather(*(ticket.key.answer for ticket in tickets))
+    answers: list[asyncio.Future[Left]] = [ticket.key.answer for ticket in tickets]
     gone = asyncio.ensure_future(_gone(request))
+    over = asyncio.ensure_future(asyncio.wait(answers))
     try:
-        either: set[asyncio.Future[Any]] = {answers, gone}
+        either: set[asyncio.Future[Any]] = {over, gone}
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if not answers.done():
+        if not over.done():
             raise ClientGone
-        return answers.result()
+        errors = [error for answer in answers if (error := answer.exception()) is not None]  # all of them are looked at
+        if errors:
+            raise errors[0]
+        return [answer.result() for answer in answers]
     finally:
         gone.cancel()
+        over.cancel()
         for ticket in tickets:
-            if not ticket.key.answer.done():
-                ticket.cancelled = True
-        answers.cancel()
+            ticket.cancelled = not ticket.key.answer.done() or ticket.cancelled
+            ticket.key.answer.cancel()
 
 
 async def _gone(request: Request) -> None:

@@ -1,7 +1,8 @@
 """The resume state: a folder `last/` of safetensors and JSON, and the one before it, `last.1/`.
 
 A state is written whole beside `last/` and then moved there, so a kill at any moment leaves at least one
-that is complete. Every file's sha256 is in `state.json`; a damaged state is reported and the older one used.
+that is complete. Every file's sha256 is in `state.json`, which carries a digest of itself; a damaged state is reported
+and the older one used.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offramp.common.files import check_digests, read_json, sha256, write_json
+from offramp.common.files import check_digests, read_sealed_json, sha256, write_sealed_json
 from offramp.models.weights import read_tensors, write_tensors
 
 log = logging.getLogger("offramp")
@@ -41,7 +42,7 @@ def save_checkpoint(run: Path, state: Checkpoint) -> None:
     for name, tensors in state.parts.items():
         write_tensors(new / f"{name}.safetensors", tensors)
     sums = {p.name: sha256(p) for p in sorted(new.glob("*.safetensors"))}
-    write_json(new / "state.json", {"schema": 1, "step": state.step, "info": state.info, "sha256": sums})
+    write_sealed_json(new / "state.json", {"schema": 1, "step": state.step, "info": state.info, "sha256": sums})
     if last.exists():
         shutil.rmtree(older, ignore_errors=True)
         os.replace(last, older)
@@ -62,7 +63,7 @@ def load_checkpoint(run: Path) -> Checkpoint | None:
 
 
 def _read_checkpoint(folder: Path) -> Checkpoint:
-    head = read_json(folder / "state.json")
+    head = read_sealed_json(folder / "state.json")
     try:
         step, info, sums = int(head["step"]), dict(head["info"]), dict(head["sha256"])
     except (KeyError, TypeError, ValueError) as error:

@@ -25,7 +25,8 @@ from offramp.models.cost import ExitCost, exit_costs, lazy_costs
 from offramp.models.exits import ExitNet
 from offramp.models.registry import load_model
 from offramp.runs.config import RunConfig
-from offramp.runs.folder import read_config, refuse_other_data
+from offramp.runs.folder import PHASE1, read_config, refuse_other_data
+from offramp.runs.manifest import name_damage
 from offramp.runs.outputs import EVAL, SUMMARY, EvalSummary, ExitScore
 
 THUMBS_PER_EXIT = 64
@@ -37,6 +38,8 @@ def evaluate_run(run: str | Path, *, data_dir: str | Path | None = None, device:
     run, place = Path(run), pick_device(device)
     config = read_config(run)
     model = load_model(run).to(place).eval()
+    for folder in (run, run / PHASE1):
+        name_damage(folder)
     data = _load_data(config, data_dir)
     if data.num_classes != config.model.num_classes:
         raise ValueError(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,9 @@ from offramp.data import Dataset
 from offramp.models.exits import ExitNet
 from offramp.models.weights import load_tensors, write_tensors
 from offramp.runs.config import RunConfig
-from offramp.runs.folder import WEIGHTS, MetricsLog, begin_run, forget_unsaved
+from offramp.runs.folder import WEIGHTS, MetricsLog, begin_run, forget_unsaved, going_on_explained
+from offramp.runs.lock import locked
+from offramp.runs.manifest import lasting_files, look_over, write_manifest
 from offramp.training.checkpoint import (
     Checkpoint,
     load_checkpoint,
@@ -60,12 +62,24 @@ class Setup:
         return self.processes.rank == 0
 
     def begin(self, out: Path, config: RunConfig, data: Dataset, resume: bool) -> None:
-        """Make or check the run folder, in the first process; the others wait for it."""
-        refused: ValueError | None = None
+        """Make or check the run folder."""
+        self.in_first(out, lambda: begin_run(out, config, data, self.device, resume))
+
+    @contextmanager
+    def alone_in(self, out: Path) -> Iterator[None]:
+        """Keep other trainings out of the run folder meanwhile."""
+        with ExitStack() as held:
+            self.in_first(out, lambda: held.enter_context(locked(out)))
+            yield
+
+    def in_first(self, out: Path, use: Callable[[], None]) -> None:
+        """Use the run folder in the first process; the others wait for it, and fail where it does."""
+        refused: ValueError | OSError | None = None
         if self.writes:
             try:
-                begin_run(out, config, data, self.device, resume)
-            except ValueError as error:
+                with going_on_explained(out):
+                    use()
+            except (ValueError, OSError) as error:
                 refused = error
         if self.processes.any([refused is not None])[0]:
             raise refused or ValueError(f"the first process cannot use {out}")
@@ -125,7 +139,9 @@ def train_phase(phase: Phase, setup: Setup) -> Iterator[Progress]:
             forget_unsaved(phase.out)
         raise
     if setup.writes:
-        write_tensors(phase.out / WEIGHTS, phase.model.state_dict())
+        with going_on_explained(phase.out):
+            write_tensors(phase.out / WEIGHTS, phase.model.state_dict())
+            write_manifest(phase.out, loop.known_files)
     setup.processes.wait()  # a second phase reads what the first process has just written
 
 
@@ -145,6 +161,8 @@ class Loop:
         self.method = new_method(phase, setup, self.total)
         self.tally = Tally(phase.model.num_exits, setup.device)
         self.step, self.seconds_before = 0, 0.0
+        self.rows: list[dict[str, Any]] | None = None  # logged so far; states of older versions do not tell
+        self.known_files: dict[str, str] = {}  # digests of what earlier calls wrote
         if phase.resume:
             self.restore()
         self.train_step = (
@@ -161,7 +179,10 @@ class Loop:
         """The log that the first process writes; None in the others."""
         if not self.setup.writes:
             return nullcontext()
-        log = MetricsLog(self.out, self.step)
+        with going_on_explained(self.out):
+            self.known_files = look_over(self.out, self.known_files, self.step == self.total)
+            log = MetricsLog(self.out, self.step, self.rows)
+        self.rows = log.rows
         self.seconds_before = max(self.seconds_before, log.seconds_before)
         return log
 
@@ -197,8 +218,9 @@ class Loop:
         row["seconds"] = round(self.seconds(), 1)
         if self.setup.together > 1:
             row["together"] = self.setup.together  # runs that shared the device meanwhile
-        save_samples(self.out, epoch, half, config.weighting.q)
-        metrics.add(row)
+        with going_on_explained(self.out):
+            save_samples(self.out, epoch, half, config.weighting.q)
+            metrics.add(row)
         return epoch_line(row, config.train.epochs)
 
     def save_where_due(self, final: bool) -> None:
@@ -210,7 +232,9 @@ class Loop:
             refuse_bad_params(self.model, self.step, self.out)
             checkpoint = self.checkpoint()
             if self.setup.writes:
-                save_checkpoint(self.out, checkpoint)
+                with going_on_explained(self.out):
+                    checkpoint.info["files"] = lasting_files(self.out, self.epochs_logged(), self.known_files)
+                    save_checkpoint(self.out, checkpoint)
         if stopping and (self.step < self.total or not final):
             signum = caught[0] if caught else signal.SIGTERM  # another process's
             raise Stopped(
@@ -232,7 +256,11 @@ class Loop:
             "weighting": self.method.weighting.tensors(),
             "tally": self.tally.summed(self.method.processes),
         }
-        return Checkpoint(self.step, parts, {"seconds": self.seconds()})
+        return Checkpoint(self.step, parts, {"seconds": self.seconds(), "metrics": self.rows})
+
+    def epochs_logged(self) -> list[int]:
+        """The epochs whose rows and samples are written."""
+        return [row["epoch"] for row in self.rows or []]
 
     def restore(self) -> None:
         """Put the run's last state back, if anything was saved yet."""
@@ -244,6 +272,7 @@ class Loop:
         self.method.weighting.load_tensors(found.parts["weighting"])
         self.tally.load(found.parts["tally"], self.method.processes)
         self.step, self.seconds_before = found.step, float(found.info.get("seconds", 0.0))  # older ones do not tell
+        self.rows, self.known_files = found.info.get("metrics"), found.info.get("files", {})
 
     def seconds(self) -> float:
         """That training has taken, with what was spent before it was stopped."""

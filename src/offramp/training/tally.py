@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from offramp.common.files import writing
+from offramp.runs.folder import sample_name
 from offramp.training.objectives import allocate
 from offramp.training.processes import Processes
 from offramp.training.step import HalfResult
@@ -81,7 +82,7 @@ def save_samples(run: Path, epoch: int, half: HalfResult, q: float) -> None:
         "weights": half.weights_BK[rows],
         "exits": allocate(half.confidences_BK, q)[rows],
     }
-    with writing(run / "samples" / f"epoch-{epoch:04d}.npz") as file:
+    with writing(run / sample_name(epoch)) as file:
         arrays: dict[str, Any] = {name: tensor.float().cpu().numpy() for name, tensor in kept.items()}
         np.savez_compressed(file, **arrays)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -86,7 +85,7 @@ def drive(runs: dict[str, Iterator[Progress]], bar: Bar, device: torch.device) -
                     show(next(run), bar, f"{name}: ")
             except StopIteration:
                 del active[name]
-            except (Stopped, ValueError, RuntimeError) as error:  # one run's trouble is not the others'
+            except (Stopped, ValueError, RuntimeError, OSError) as error:  # one run's trouble is not the others'
                 bar.line(f"{name}: {error}")
                 failed.append(error)
                 del active[name]
@@ -113,22 +112,31 @@ def show(event: Progress, bar: Bar, who: str = "") -> None:
 
 def training(config: RunConfig, out: Path, setup: Setup, resume: bool) -> Iterator[Progress]:
     """A whole run, phase after phase, one step each time it is asked."""
-    return chain.from_iterable(train_phase(phase, setup) for phase in new_phases(config, out, setup, resume))
+    whole = whole_run(config, out, resume)
+    with setup.alone_in(out):
+        for phase in phases_of(whole, setup):
+            yield from train_phase(phase, setup)
 
 
-def new_phases(config: RunConfig, out: Path, setup: Setup, resume: bool) -> Iterator[Phase]:
-    """The phases of a run, each made when the one before it is over: two with IMTA's collaboration, else one."""
+def whole_run(config: RunConfig, out: Path, resume: bool) -> Phase:
+    """The whole network, its data and its method; what cannot be trained is refused before a folder is made."""
     refuse_unknown_names(config)
     data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.given())
     config = fit_to_data(config, data)
     model = new_model(config)
     refuse_other_size(model, data)
     phase = plain_phase(config, out, data, model, resume)
-    refuse_what_does_not_fit(phase)  # before a folder is made
+    refuse_what_does_not_fit(phase)
+    return phase
+
+
+def phases_of(whole: Phase, setup: Setup) -> Iterator[Phase]:
+    """The phases of a run, each made when the one before it is over: two with IMTA's collaboration, else one."""
+    config, out, data, model = whole.config, whole.out, whole.data, whole.model
     if not isinstance(model, CollaborativeNet):
-        yield phase
+        yield whole
         return
-    setup.begin(out, config, data, resume)
+    setup.begin(out, config, data, whole.resume)
     first = without_collaboration(config)
     yield replace(plain_phase(first, out / PHASE1, data, new_model(first), resume=True), final=False)
     module = on_top_of(out / PHASE1, model)
