@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
+import re
+import subprocess
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from PIL import Image
@@ -43,13 +50,13 @@ def held(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     gate, now, most = threading.Event(), [0], [0]
     decode = services.outcome_of
 
-    def outcome_of(bundle: Any, images: list[Image.Image]) -> Any:
-        if max(image.width for image in images) > 1000:
+    def outcome_of(bundle: Any, encoded: list[bytes], max_pixels: int) -> Any:
+        if max(Image.open(io.BytesIO(data)).width for data in encoded) > 1000:
             now[0] += 1
             most[0] = max(most[0], now[0])
             assert gate.wait(20)
             now[0] -= 1
-        return decode(bundle, images)
+        return decode(bundle, encoded, max_pixels)
 
     monkeypatch.setattr(services, "outcome_of", outcome_of)
     return {"gate": gate, "most": most}
@@ -85,3 +92,44 @@ def test_a_broken_image_is_charged_too(start: Start) -> None:
     whole = picture(3, 1, side=2000)
     assert server.send(whole[: len(whole) // 2]).status_code == 415
     assert server.send(picture(3, 1)).status_code == 429
+
+
+SERVER = """
+from offramp.serve import ServeConfig, create_app
+from offramp.serve.run import run_app
+from helpers.server import FakeEngine, make_bundle
+run_app(create_app(make_bundle(FakeEngine()), ServeConfig()), port=0)
+"""
+
+
+def peak_bytes(pid: int) -> int:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
+
+
+@pytest.mark.slow
+def test_memory_stays_within_its_bound_whatever_comes_in() -> None:
+    """The largest images of every kind, several at a time, beside ordinary ones: 400 MB more than those need."""
+    webp = io.BytesIO()
+    Image.new("RGBA", (3800, 3800)).save(webp, "WEBP")
+    large = [bomb("palette", (5000, 5000)), bomb("16 bits", (5000, 5000)), webp.getvalue()]
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True, env=path) as process:
+        try:
+            assert process.stdout is not None
+            url = re.search(r"http://\S+", process.stdout.readline())
+            assert url is not None
+
+            def send(*images: bytes) -> int:
+                files = [("images", ("image", image)) for image in images]
+                found = httpx.post(f"{url.group()}/predict", files=files, timeout=120, trust_env=False)
+                return found.status_code
+
+            ordinary = picture(3, 1, side=1500)
+            with ThreadPoolExecutor(8) as clients:
+                assert set(clients.map(send, [ordinary] * 32)) == {200}
+                before = peak_bytes(process.pid)
+                assert set(clients.map(send, large * 3, [ordinary] * 9, large * 3)) <= {200, 503}
+            assert peak_bytes(process.pid) - before <= 400e6
+        finally:
+            process.kill()

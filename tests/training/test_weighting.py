@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import typing
 from fractions import Fraction
 
 import pytest
@@ -11,8 +12,11 @@ import torch
 from helpers.training import learned, settings
 from offramp.measuring.thresholds import exit_counts
 from offramp.runs.config import RunConfig, WeightingConfig, with_settings
+from offramp.training.meta_gradient import ESTIMATORS
 from offramp.training.objectives import allocate, exit_losses, mean_weights, weighted_loss
 from offramp.training.weighting import (
+    CENTRINGS,
+    WEIGHTINGS,
     Context,
     FixedWeighting,
     LearnedWeighting,
@@ -205,3 +209,13 @@ def test_losses_are_computed_in_float32_at_least() -> None:
     labels = torch.tensor([0, 1, 2])
     assert exit_losses(logits[:1], labels).dtype == torch.float32
     assert exit_losses(logits[1:], labels).dtype == torch.float64
+
+
+def test_every_choice_of_the_settings_is_there() -> None:
+    """The lists stand in the configuration; what implements them must not know more or less."""
+    hints = typing.get_type_hints(WeightingConfig)
+    assert set(typing.get_args(hints["centring"])) == set(CENTRINGS)
+    assert set(typing.get_args(hints["engine"])) == set(ESTIMATORS)
+    for inputs in typing.get_args(hints["inputs"]):
+        assert NetWeighting(settings(inputs=inputs), Context(4)).weights(*batch()).shape == (40, 4)
+    assert WeightingConfig().name in WEIGHTINGS

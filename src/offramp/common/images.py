@@ -27,9 +27,8 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", "
 BAND_PIXELS = 1 << 20  # converted at a time, so that a large image is not in memory in three forms at once
 SMALL_BYTES = 48_000_000  # an image that takes more while it is decoded, some 4 megapixels, is large
 DECODE_BYTES = 300_000_000  # that large images being decoded in this process may take together
-BYTES_PER_PIXEL = {"WEBP": 20}  # while it is decoded, measured; of all other kinds at most:
-USUAL_BYTES_PER_PIXEL = 12
-MOST_BYTES_PER_PIXEL = 14  # times the pixels allowed is what one image may take
+BYTES_PER_PIXEL = {"WEBP": 20}  # while it is decoded, measured
+USUAL_BYTES_PER_PIXEL = 12  # of all other kinds at most; times the pixels allowed is what one image may take
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -94,7 +93,7 @@ def open_image(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Imag
     """An image whose head was read and whose size is allowed; nothing is decoded yet."""
     with _explained():
         image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
-        most = min(max_pixels, MOST_BYTES_PER_PIXEL * max_pixels // _bytes_per_pixel(image))
+        most = USUAL_BYTES_PER_PIXEL * max_pixels // _bytes_per_pixel(image)
         if image.width * image.height > most:
             image.close()
             raise UnreadableImage(f"it has {image.width} x {image.height} pixels, more than {most:,}")
@@ -192,15 +191,9 @@ class Preprocessing:
 
     def read(self, source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
         """uint8 [3, size, size] of an encoded image; waits while others take the memory for decoding."""
-        return self.decode(open_image(source, max_pixels))
-
-    def decode(self, image: Image.Image) -> np.ndarray:
-        """The same of an image that was opened."""
+        image = open_image(source, max_pixels)
         with BUDGET.room(decode_bytes(image)):
-            try:
-                return self.cut(decoded(image))
-            finally:
-                image.close()  # its pixels are not needed any more, whoever still holds it
+            return self.cut(decoded(image))
 
     def cut(self, image: Image.Image) -> np.ndarray:
         """uint8 [3, size, size] of an image of any size."""

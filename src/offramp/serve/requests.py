@@ -17,13 +17,12 @@ from typing import Annotated, Any
 
 import numpy as np
 from fastapi import HTTPException, Request
-from PIL import Image
 from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 from python_multipart import FormParser
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import Field, File, parse_options_header
 
-from offramp.common.images import UnreadableImage, open_image
+from offramp.common.images import UnreadableImage, decode_bytes, open_image
 from offramp.running.bundle import Bundle
 
 FULL = "the server is full; try again later"
@@ -204,23 +203,27 @@ async def _read(request: Request, body: bytearray, most: int, buffer: Buffer) ->
         body += chunk
 
 
-def open_images(encoded: Sequence[bytes], max_pixels: int) -> list[Image.Image]:
-    """Images whose heads were read and whose sizes are allowed; nothing is decoded yet."""
-    found = []
+def sizes_of(encoded: Sequence[bytes], max_pixels: int) -> tuple[int, int]:
+    """The pixels of all images, and the memory that the largest takes while it is decoded; only heads are read.
+
+    Nothing stays open: some decoders take their memory as soon as they know the size.
+    """
+    pixels, most = 0, 0
     for number, data in enumerate(encoded, start=1):
         try:
-            found.append(open_image(data, max_pixels))
+            with open_image(data, max_pixels) as image:
+                pixels, most = pixels + image.width * image.height, max(most, decode_bytes(image))
         except UnreadableImage as error:
             raise HTTPException(415, f"image {number} cannot be read: {error}") from error
-    return found
+    return pixels, most
 
 
-def outcome_of(bundle: Bundle, images: Sequence[Image.Image]) -> np.ndarray | HTTPException:
-    """Opened images as the normalised array [n, 3, h, w] that the network takes, or why one of them is refused."""
+def outcome_of(bundle: Bundle, encoded: Sequence[bytes], max_pixels: int) -> np.ndarray | HTTPException:
+    """Images as the normalised array [n, 3, h, w] that the network takes, or why one of them is refused."""
     own, cut = bundle.card.preprocessing, []
-    for number, image in enumerate(images, start=1):
+    for number, data in enumerate(encoded, start=1):
         try:
-            cut.append(own.decode(image))
+            cut.append(own.read(data, max_pixels))
         except UnreadableImage as error:
             return HTTPException(415, f"image {number} cannot be read: {error}")
         except (MemoryError, ValueError, OSError):

@@ -18,16 +18,15 @@ from typing import Any
 
 import numpy as np
 from fastapi import HTTPException, Request
-from PIL import Image
 
-from offramp.common.images import SMALL_BYTES, decode_bytes
+from offramp.common.images import SMALL_BYTES
 from offramp.measuring.policy import Policy
 from offramp.running.bundle import Bundle
 from offramp.running.pool import Left, Pool, Ticket
 from offramp.serve.clients import Bucket, Clients, client_name
 from offramp.serve.config import ServeConfig
 from offramp.serve.metrics import Metrics
-from offramp.serve.requests import RETRY, Buffer, Form, Limits, body_of, full, open_images, outcome_of, parse_body
+from offramp.serve.requests import RETRY, Buffer, Form, Limits, body_of, full, outcome_of, parse_body, sizes_of
 from offramp.serve.worker import Over, Worker
 
 BODIES = 32  # of the largest size, that fit into memory at a time
@@ -48,9 +47,9 @@ class ClientGone(Exception):
 
 @dataclass(frozen=True)
 class Intake:
-    """What a request holds: opened images, limits, and what came of decoding them, if that was done already."""
+    """What a request holds: encoded images, limits, and what came of decoding them, if that was done already."""
 
-    images: list[Image.Image]
+    images: list[bytes]
     limits: Limits
     pixels: int
     found: np.ndarray | HTTPException | None
@@ -165,10 +164,12 @@ class Service:
         form: Form = parse_body(kind, body, self.config.most_images)
         limits = form.limits.over(limits)
         limits.check(len(self.costs))
-        images = open_images(form.images, self.config.max_pixels)
-        large = max(map(decode_bytes, images)) > SMALL_BYTES
-        found = None if large else outcome_of(self.bundle, images)
-        return Intake(images, limits, sum(image.width * image.height for image in images), found)
+        pixels, most = sizes_of(form.images, self.config.max_pixels)
+        found = self._outcome(form.images) if most <= SMALL_BYTES else None
+        return Intake(form.images, limits, pixels, found)
+
+    def _outcome(self, encoded: list[bytes]) -> np.ndarray | HTTPException:
+        return outcome_of(self.bundle, encoded, self.config.max_pixels)
 
     async def _decoded(self, intake: Intake, bucket: Bucket | None) -> np.ndarray:
         """A request's images, charged to its client; large ones one after another, behind everybody else's."""
@@ -180,7 +181,7 @@ class Service:
                 raise HTTPException(503, "the server is busy with large images; try again later", RETRY)
             self._large_waiting += 1
             try:
-                found = await self._loop.run_in_executor(self._large, outcome_of, self.bundle, intake.images)
+                found = await self._loop.run_in_executor(self._large, self._outcome, intake.images)
             finally:
                 self._large_waiting -= 1
         if isinstance(found, HTTPException):
