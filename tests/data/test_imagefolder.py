@@ -86,7 +86,8 @@ def test_an_unreadable_image_is_named_and_passed_over(image_folder: Writer, capl
     assert rows.tolist() == [r for r in range(120) if r != 3]
     assert sizes == {50}
     named = [record.getMessage() for record in caplog.records]
-    assert sorted(Path(line.split()[-1]).name for line in named) == ["train007.png", "val003.png"]
+    told = sorted(line.rsplit("/", 1)[1] for line in named)
+    assert told == ["train007.png: image file is truncated", "val003.png: image file is truncated"]
 
 
 def test_a_folder_is_known_by_its_files_whatever_their_names(image_folder: Writer) -> None:
@@ -110,7 +111,10 @@ def test_too_many_unreadable_images_stop_the_run(image_folder: Writer) -> None:
     for i in range(3):
         (root / f"val/class0/val{i:03d}.png").write_bytes(b"not an image")
     data = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0)
-    with pytest.raises(ValueError, match=r"3 images are unreadable, more than 1% of 120; .*Repair them"):
+    with pytest.raises(
+        ValueError,
+        match=r"3 images are unreadable, more than 1% of 120; .*: it is no image of a known kind\. Repair or",
+    ):
         list(data.sweep("test", 16, CPU))
 
 
@@ -155,16 +159,20 @@ def test_unreadable_files_are_counted_over_all_splits_and_named_once(
     for _ in range(3):  # as in every epoch
         assert sum(len(batch.labels) for batch in data.sweep("test", 8, torch.device("cpu"))) == 14
     assert caplog.text.count("unreadable image passed over (1 so far)") == 1
+    assert "val000.png: it is no image of a known kind" in caplog.text
     data.splits["calibration"].paths[0].write_bytes(b"no image either")
     with pytest.raises(ValueError, match="2 images are unreadable, more than 1% of 75"):
         list(data.sweep("calibration", 8, torch.device("cpu")))
 
 
-def test_a_large_image_is_read_only_if_it_is_asked_for(image_folder: Callable[..., Path]) -> None:
+def test_a_large_image_is_read_only_if_it_is_asked_for(
+    image_folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
     root = image_folder(classes=2, train=4, val=2)
     Image.new("RGB", (200, 100)).save(root / "val/class0/val000.png")
     options = {"data_dir": root, "image_size": 32, "calibration": 0, "workers": 0}
     small = load_dataset("imagefolder", max_pixels=10_000, **options)
     assert sum(len(batch.labels) for batch in small.sweep("test", 8, torch.device("cpu"))) == 3
+    assert "it has 200 x 100 pixels, more than 10,000" in caplog.text
     every = load_dataset("imagefolder", **options)
     assert sum(len(batch.labels) for batch in every.sweep("test", 8, torch.device("cpu"))) == 4

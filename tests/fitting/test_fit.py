@@ -8,11 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from helpers.runs import call
 from offramp import load_bundle, load_dataset
 from offramp.common.formatting import millions
-from offramp.fitting.fit import configuration
+from offramp.fitting.fit import configuration, typical_side
 from offramp.running.bundle import evaluate_bundle
 from offramp.runs.recipe import load_recipe
 
@@ -94,3 +95,12 @@ def test_the_network_suits_the_images(tmp_path: Path, image_folder: Callable[...
         configuration("nothing")
     with pytest.raises(ValueError, match="did you mean 'digits-learned'"):
         configuration("digits-learnd")
+
+
+def test_how_large_images_are_is_told_from_their_heads(tmp_path: Path) -> None:
+    """Whatever the limit on pixels is, which has its own setting."""
+    Image.new("1", (6000, 5000)).save(tmp_path / "large.png")
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    assert typical_side([tmp_path / "large.png", tmp_path / "broken.png"]) == 5000
+    with pytest.raises(ValueError, match="none of the images that were tried can be read"):
+        typical_side([tmp_path / "broken.png"])

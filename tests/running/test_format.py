@@ -22,7 +22,9 @@ from offramp.running.golden_photos import PolicyResult, drawn_photos, read_photo
 
 NODE = Path(__file__).parent / "node"
 NEAR = 1e-4
-in_pillows_order = pytest.mark.skipif(PIL.__version__ < "13", reason="the page has the order of passes of Pillow 13")
+in_pillows_order = pytest.mark.skipif(
+    int(PIL.__version__.split(".")[0]) < 13, reason="the page has the order of passes of Pillow 13"
+)
 
 
 # docs/bundle-format.md, "From a file to an array", word for word in numpy

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from offramp.common.formatting import parse_count
+from offramp.common.images import MAX_PIXELS
 from offramp.common.registry import loaded
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.")]
@@ -20,7 +22,8 @@ BundlePath = Annotated[
 ]
 Budget = Annotated[str | None, typer.Option(help="Mean mul-adds allowed per image, for example 15M.", metavar="COUNT")]
 MaxPixels = Annotated[
-    str, typer.Option(help="Pixels that an image may have, for example 25M; larger ones are refused.", metavar="COUNT")
+    str | None,
+    typer.Option(help=f"Pixels that an image may have; default: {MAX_PIXELS / 1e6:g}M.", metavar="COUNT"),
 ]
 Times = Annotated[Path | None, typer.Option(help="Stage times that `offramp bench infer --json` wrote.")]
 Measure = Annotated[str, typer.Option(help="Confidence: max_softmax, margin or entropy.")]
@@ -36,6 +39,11 @@ def command(*words: object) -> str:
     """A command that can be copied as it is: with everything that was imported for this one."""
     imports = (word for plugin in loaded for word in ("--import", plugin))
     return shlex.join(["offramp", *map(str, words), *imports])
+
+
+def pixels_allowed(text: str | None) -> int:
+    """What `--max-pixels` says."""
+    return MAX_PIXELS if text is None else int(parse_count(text, "--max-pixels"))
 
 
 def numbers(text: str, kind: type[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from offramp.cli.options import Budget, BundlePath, Device, MaxPixels, Settings, command
+from offramp.cli.options import Budget, BundlePath, Device, MaxPixels, Settings, command, pixels_allowed
 from offramp.common.console import print_table, say
 from offramp.common.formatting import parse_count
 
@@ -52,7 +52,7 @@ def serve_command(
     queue: Annotated[int, typer.Option(help="Images inside at most; more are answered 503.")] = 256,
     max_bytes: Annotated[int, typer.Option(help="Size of a request's body at most.")] = 10_000_000,
     max_images: Annotated[int, typer.Option(help="Images in a request at most.")] = 64,
-    max_pixels: MaxPixels = "25M",
+    max_pixels: MaxPixels = None,
     client_mul_adds_per_s: Annotated[
         str | None, typer.Option(help="Compute that one client may use, for example 2G.", metavar="COUNT")
     ] = None,
@@ -72,7 +72,7 @@ def serve_command(
         queue=queue,
         max_bytes=max_bytes,
         max_images=max_images,
-        max_pixels=int(parse_count(max_pixels, "--max-pixels")),
+        max_pixels=pixels_allowed(max_pixels),
         client_mul_adds_per_s=ceiling,
         overload_exit=overload_exit,
         reveal_exit=reveal_exit,
@@ -120,7 +120,7 @@ def predict_command(
     batch: Annotated[int, typer.Option(help="Images that run together.")] = 64,
     max_exit: Annotated[int | None, typer.Option(help="No image goes beyond this exit.")] = None,
     max_mul_adds: Annotated[str | None, typer.Option(help="No image costs more than this.", metavar="COUNT")] = None,
-    max_pixels: MaxPixels = "25M",
+    max_pixels: MaxPixels = None,
     device: Device = "auto",
 ) -> None:
     """Classify images with a bundle; each pays for what it uses.
@@ -142,7 +142,7 @@ def predict_command(
         batch=batch,
         max_exit=max_exit,
         max_mul_adds=limit,
-        max_pixels=int(parse_count(max_pixels, "--max-pixels")),
+        max_pixels=pixels_allowed(max_pixels),
     )
     if out is None:
         print_table(*result_table(found.rows), whole=True)

@@ -186,20 +186,30 @@ def _begin_worker(worker: int) -> None:
 class Unreadable:
     """Counts the unreadable images of a folder, each once, and stops the run when there are too many."""
 
-    def __init__(self, images: int) -> None:
-        self.images = images  # of the whole folder, whichever split they are in
-        self.paths: dict[Path, None] = {}
+    def __init__(self, images: int, max_pixels: int) -> None:
+        self.images, self.max_pixels = images, max_pixels  # of the whole folder, whichever split they are in
+        self.paths: dict[Path, str] = {}  # and why
 
     def note(self, paths: Iterable[Path]) -> None:
         for path in paths:
             if path not in self.paths:
-                self.paths[path] = None
-                log.warning("unreadable image passed over (%d so far): %s", len(self.paths), path)
+                self.paths[path] = self._why(path)
+                log.warning("unreadable image passed over (%d so far): %s: %s", len(self.paths), path, self.paths[path])
         if len(self.paths) > max(1, ALLOWED_UNREADABLE * self.images):
+            last, why = list(self.paths.items())[-1]
             raise ValueError(
                 f"{len(self.paths)} images are unreadable, more than {ALLOWED_UNREADABLE:.0%} of {self.images:,}; the "
-                f"last one is {list(self.paths)[-1]}. Repair them, or remove them before training"
+                f"last one is {last}: {why}. Repair or remove them before training, or allow larger ones with "
+                "data.max_pixels"
             )
+
+    def _why(self, path: Path) -> str:
+        """A worker found it unreadable; here it is tried once more, for the reason."""
+        try:
+            read_image(path, self.max_pixels)
+        except UnreadableImage as error:
+            return str(error)
+        return "it could not be read a moment ago"
 
 
 class ImageFolderDataset(Dataset):
@@ -218,7 +228,7 @@ class ImageFolderDataset(Dataset):
         self.image_size, self.workers, self.mean, self.std = image_size, workers, MEAN, STD
         self.max_pixels = max_pixels
         self.augmentation = None  # the workers crop and mirror
-        self.unreadable = Unreadable(sum(map(self.size, splits)))
+        self.unreadable = Unreadable(sum(map(self.size, splits)), max_pixels)
 
     @property
     def identity(self) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from offramp.common.formatting import millions
-from offramp.common.images import UnreadableImage, read_image
+from offramp.common.images import UnreadableImage, open_image
 from offramp.common.names import meant, unknown
 from offramp.common.pretrained import is_bundle
 from offramp.data import load_dataset
@@ -33,6 +33,7 @@ from offramp.training.train import fit_to_data, new_model, train_run
 
 SMALL_PIXELS = 64  # folders of images up to this side get the small network
 LOOKED_AT = 25  # images, to tell how large they are
+ANY_SIZE = 1 << 40  # pixels
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,8 @@ def typical_side(paths: list[Path]) -> int:
     sides = []
     for path in paths[:: max(1, len(paths) // LOOKED_AT)]:
         try:
-            sides.append(min(read_image(path).size))
+            with open_image(path, max_pixels=ANY_SIZE) as image:  # only its head is read
+                sides.append(min(image.size))
         except UnreadableImage:
             continue
     if not sides:
