@@ -11,25 +11,27 @@ import numpy as np
 import pytest
 import torch
 
-from offramp import ExitNet, create_model, evaluate_run
+from helpers.training import settings
+from offramp import ExitNet, create_model, evaluate_run, with_exits
 from offramp.common.device import exact_float32
 from offramp.common.signals import Stopped
 from offramp.data import load_dataset
 from offramp.models.collaboration import CollaborativeNet
 from offramp.models.weights import read_tensors
-from offramp.runs.config import RunConfig
+from offramp.runs.config import RunConfig, WeightingConfig, parse
 from offramp.runs.folder import read_metrics
 from offramp.training.cuda_graph import CapturedStep
 from offramp.training.imta import OneForAll, OnFrozenFeatures
 from offramp.training.loop import Phase, Setup, new_method
+from offramp.training.meta_gradient import ESTIMATORS, Problem
 from offramp.training.method import Method
-from offramp.training.objectives import cross_entropy, exit_losses
+from offramp.training.objectives import Half, exit_losses, new_objective
 from offramp.training.optimizers import new_optimizer, set_rate
-from offramp.training.step import train_step
+from offramp.training.step import forward, train_step
 from offramp.training.tally import Tally
 from offramp.training.tape import Tape, use_taped_layers
 from offramp.training.train import new_model, train_run, train_runs, training
-from offramp.training.weighting import UniformWeighting
+from offramp.training.weighting import Context, LearnedWeighting, UniformWeighting, Weighting
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,9 +39,18 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("weighting", ["uniform", "selection", "learned"])
-def test_a_step_never_waits_for_the_device(small_config: Callable[..., RunConfig], weighting: str) -> None:
-    config = small_config("model.num_classes=10", f"weighting.name={weighting}")
+EACH_TERM = ("objective.name=distillation", "objective.options.source=mean", "weighting.terms=each")
+POLICY = ("weighting.objective=policy", "weighting.through_exits=true")
+
+
+@pytest.mark.parametrize(
+    ("weighting", "more"),
+    [("uniform", ()), ("selection", ()), ("learned", ()), ("learned", EACH_TERM), ("learned", POLICY)],
+)
+def test_a_step_never_waits_for_the_device(
+    small_config: Callable[..., RunConfig], weighting: str, more: tuple[str, ...]
+) -> None:
+    config = small_config("model.num_classes=10", f"weighting.name={weighting}", *more)
     device = torch.device("cuda")
     data = load_dataset("digits", train=256, calibration=0, test=10)
     model = new_model(config).to(device, memory_format=torch.channels_last)
@@ -66,7 +77,7 @@ def test_a_step_never_waits_for_the_device(small_config: Callable[..., RunConfig
 def method_of(config: RunConfig, model: ExitNet, module: torch.nn.Module) -> Method:
     """As a run makes it; on top of a frozen network, IMTA's second phase."""
     frozen = isinstance(module, OnFrozenFeatures)
-    objective, prepare = (OneForAll(3.0, 0.9), module.prepare) if frozen else (cross_entropy, None)
+    objective, prepare = (OneForAll(3.0, 0.9), module.prepare) if frozen else (new_objective(config.objective), None)
     data = load_dataset("digits", train=64, calibration=0, test=10)
     phase = Phase(config, Path("nowhere"), data, model, module, objective, False, prepare)
     return new_method(phase, Setup(torch.device("cuda")), STEPS)
@@ -83,7 +94,10 @@ WAYS = {"graph": (True, False), "kernels": (False, True), "both": (True, True)}
         (),
         ("weighting.interval=2",),
         ("weighting.until=0.5",),
+        ("weighting.since=0.3", "weighting.interval=2"),
         ("weighting.order=delayed",),
+        EACH_TERM,
+        POLICY,
         ("model.overrides.collaboration=true",),
     ],
 )
@@ -121,6 +135,7 @@ def three_steps(config: RunConfig, way: tuple[bool, bool], nudge: float = 0.0) -
     for at in range(STEPS):
         set_rate(optimizer, 0.01 * (1 - at / 10))
         method.weighting.set_rate(1 - at / 10)
+        method.weighting.begin_step(at)
         losses += [half.losses_BK.clone() for half in step(*next(stream), at)]
     assert not isinstance(step, CapturedStep) or step.captures
     return [t.double() for t in (*losses, *model.state_dict().values(), *method.weighting.tensors().values())]
@@ -156,26 +171,118 @@ def test_16_bit_kernels_stay_close() -> None:
     assert np.mean(errors["own"]) < 1.5 * np.mean(errors["plain"]) + 1e-3
 
 
-def test_a_network_that_draws_runs_eagerly_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Dropout(0.5), torch.nn.Linear(12, 4)).cuda()
+class Draws(torch.nn.Module):
+    """Two exits, with dropout before either; or with numbers that are drawn on the CPU."""
 
-    class Net(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = model
+    def __init__(self, on_cpu: bool = False) -> None:
+        super().__init__()
+        self.on_cpu, self.drop = on_cpu, torch.nn.Dropout(0.5)
+        self.one, self.two = torch.nn.Linear(12, 16), torch.nn.Linear(16, 16)
+        self.heads = torch.nn.ModuleList(torch.nn.Linear(16, 4) for _ in range(2))
 
-        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-            return [self.inner(x)]
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        noise = float(torch.rand(())) if self.on_cpu else 0.0
+        first = self.one(x.flatten(1)).tanh() + noise
+        second = self.two(self.drop(first)).tanh()
+        return [head(self.drop(h)) for head, h in zip(self.heads, (first, second), strict=True)]
 
-    net = Net().cuda()
+
+def drawing_steps(
+    weighting: Weighting, settings: WeightingConfig | None, seeds: list[int]
+) -> tuple[list[torch.Tensor], CapturedStep]:
+    """Captured steps of the network above on the same images; losses of every half, and what did them."""
+    torch.manual_seed(0)
+    net = Draws().cuda()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, fused=True)
+    stepper = CapturedStep(net, optimizer, Method(weighting, settings or WeightingConfig()))
+    images, labels = torch.randn(32, 3, 2, 2, device="cuda").repeat(2, 1, 1, 1), torch.arange(64, device="cuda") % 4
+    losses = []
+    for at, seed in enumerate(seeds):
+        torch.manual_seed(seed)
+        losses += [half.losses_BK.clone() for half in stepper(images, labels, at)]
+    assert stepper.captures
+    return losses, stepper
+
+
+def test_a_captured_step_draws_what_follows_from_the_seed() -> None:
+    with exact_float32():
+        one, _ = drawing_steps(UniformWeighting(), None, [1, 2, 3])
+        again, _ = drawing_steps(UniformWeighting(), None, [1, 2, 3])
+        other, _ = drawing_steps(UniformWeighting(), None, [1, 5, 3])
+    assert all(torch.equal(a, b) for a, b in zip(one, again, strict=True))
+    assert torch.equal(one[0], other[0]) and not torch.allclose(one[2], other[2], rtol=1e-3)
+    assert not torch.allclose(one[0], one[1], rtol=1e-2)  # the same images, drawn for apart
+
+
+@pytest.mark.parametrize("engine", ["forward_mode", "finite_difference"])
+def test_captured_passes_over_the_train_half_draw_alike(engine: str) -> None:
+    """The weight net learns from the meta-gradient of one mask: the captured engines agree on it."""
+    moments = []
+    for name in ("double_backward", engine):
+        given = {"name": "learned", "engine": name, "learning_rate": 1e-6, "weight_decay": 0.0}
+        settings = parse(WeightingConfig, given)
+        weighting = LearnedWeighting(settings, Context(2, device=torch.device("cuda")))
+        with exact_float32():
+            drawing_steps(weighting, settings, [1, 2, 3])
+        moments.append(torch.cat([t.flatten() for n, t in weighting.tensors().items() if n.endswith(".exp_avg")]))
+    assert moments[0].norm() > 0
+    assert (moments[0] - moments[1]).norm() < (1e-2 if engine == "forward_mode" else 0.5) * moments[0].norm()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("train.fork=surgery", "weighting.name=learned"),
+        ("train.fork=surgery", "weighting.name=learned", "weighting.order=delayed"),
+        ("train.fork=equilibrium", "train.network_epochs=2"),
+        ("train.parts=inner_heads", "train.network_epochs=2", "train.probe=true", "weighting.name=learned"),
+    ],
+)
+def test_runs_that_draw_and_average_are_captured_and_resume(
+    tmp_path: Path, small_config: Callable[..., RunConfig], more: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small_config(
+        "train.fast=true",
+        "train.epochs=4",
+        "train.optimizer=adamw",
+        "train.learning_rate=0.003",
+        "train.ema=0.9",
+        "train.depth_decay=0.7",
+        "train.decay_norms=false",
+        "train.warm_up_steps=3",
+        "train.mixup=0.2",
+        "train.cutmix=1.0",
+        "objective.name=distillation",
+        "objective.options={source='mean', label_smoothing=0.1}",
+        "model.overrides.head_dropout=0.3",
+        *more,
+    )
+    whole = train_run(config, tmp_path / "whole", device="cuda")
+    with pytest.raises(Stopped):
+        for _ in training(config, tmp_path / "stopped", Setup(torch.device("cuda"), caught=[15]), False):
+            pass
+    resumed = train_run(config, tmp_path / "stopped", device="cuda", resume=True)
+    left, right = (flat(read_tensors(run / "model.safetensors")) for run in (whole, resumed))
+    assert (left - right).norm() < 0.05 * left.norm()  # AdamW makes much of small differences
+    losses = [read_metrics(run)[-1]["train_loss"] for run in (whole, resumed)]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
+    assert "eagerly" not in caplog.text
+
+
+def flat(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensors[name].float().flatten() for name in sorted(tensors)])
+
+
+def test_a_network_that_draws_on_the_cpu_runs_eagerly_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    net = Draws(on_cpu=True).cuda()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, fused=True)
     stepper = CapturedStep(net, optimizer, Method(UniformWeighting()))
     images, labels = torch.randn(8, 3, 2, 2, device="cuda"), torch.randint(4, (8,), device="cuda")
-    before = net.inner[2].weight.detach().clone()
+    before = net.one.weight.detach().clone()
     for at in range(STEPS):
         assert len(stepper(images, labels, at)) == 2
-    assert not stepper.captures and not torch.equal(before, net.inner[2].weight)
-    assert caplog.text.count("draws random numbers") == 1
+    assert not stepper.captures and not torch.equal(before, net.one.weight)
+    assert caplog.text.count("draws random numbers on the CPU") == 1
 
 
 def test_fast_runs_resume_and_share_the_gpu(tmp_path: Path, small_config: Callable[..., RunConfig]) -> None:
@@ -264,3 +371,32 @@ def test_images_on_their_way_may_be_written_to() -> None:
             sent.append(staging.send(images))
         assert [float(copy.min()) for copy in sent] == [float(copy.max()) for copy in sent] == list(range(2 * ROOMS))
     assert staging.rooms.shape == (ROOMS, 1 << 24)
+
+
+def test_learned_weights_are_exact_under_attention_dropout() -> None:
+    """A ViT whose fused attention drops out: the tangent pass must drop the same places, or it would be far off."""
+    import timm
+
+    torch.manual_seed(0)
+    size = 64
+    module = timm.create_model(
+        "vit_tiny_patch16_224", num_classes=5, img_size=size, depth=3, attn_drop_rate=0.5, drop_path_rate=0.2
+    )
+    model = with_exits(module, 3, example=torch.zeros(2, 3, size, size), head="linear").cuda().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    draw = torch.Generator().manual_seed(1)
+    halves = [
+        Half(torch.randn(8, 3, size, size, generator=draw).cuda(), torch.randint(5, (8,), generator=draw).cuda())
+        for _ in range(2)
+    ]
+    method = Method(UniformWeighting(), settings(q=0.6))
+    with exact_float32():
+        train = forward(model, method, halves[0], keeps=True)
+        weights_BK = 0.5 + torch.rand_like(train.losses_BK)
+        given = Problem(model, optimizer, method, train, weights_BK, halves[1])
+        found = []
+        for engine in ("double_backward", "forward_mode"):
+            torch.manual_seed(5)
+            found.append(ESTIMATORS[engine](given).weights_BK)
+    exact, ours = found
+    assert (ours - exact).norm() < 1e-2 * exact.norm()

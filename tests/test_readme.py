@@ -17,11 +17,11 @@ from offramp.runs.config import RunConfig
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_ELSEWHERE = "extending.md"  # tests/cli/test_extending.py
+RUN_ELSEWHERE = ("backbones.md", "extending.md", "your-own-loop.md")  # tests/cli
 PYTHON = [
     code
     for page in PAGES
-    if page.name != RUN_ELSEWHERE
+    if page.name not in RUN_ELSEWHERE
     for code in re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
 ]
 COMMANDS = re.findall(r"^    (offramp .*?)(?: *#.*)?$", README, re.MULTILINE)

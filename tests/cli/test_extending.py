@@ -33,10 +33,11 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     from offramp.data.augment import AUGMENTATIONS
     from offramp.data.dataset import DATASETS
     from offramp.models.registry import MODELS
+    from offramp.training.forks import FORKS
     from offramp.training.objectives import OBJECTIVES
     from offramp.training.optimizers import OPTIMIZERS
 
-    for names in (AUGMENTATIONS, DATASETS, MODELS, OBJECTIVES, OPTIMIZERS, WEIGHTINGS):
+    for names in (AUGMENTATIONS, DATASETS, FORKS, MODELS, OBJECTIVES, OPTIMIZERS, WEIGHTINGS):
         monkeypatch.setattr(names, "_entries", dict(names._entries))
     for name in FILES:
         monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
@@ -45,7 +46,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_page_has_an_example_of_every_kind() -> None:
-    kinds = ("model", "weighting", "objective", "dataset", "augmentation", "optimizer")
+    kinds = ("model", "weighting", "objective", "fork", "dataset", "augmentation", "optimizer")
     assert all(any(f"offramp.register_{kind}(" in code for code in FILES.values()) for kind in kinds)
     assert {name for command in COMMANDS for name in FILES if name in command} == set(FILES)
 

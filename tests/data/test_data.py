@@ -16,7 +16,7 @@ from offramp.data import ArrayDataset, cifar
 from offramp.data.augment import ShiftFlip, normalise
 from offramp.data.dataset import Shuffle
 from offramp.data.digits import _scans, split_scans
-from offramp.data.splits import hold_out, long_tail
+from offramp.data.splits import hold_out, long_tail, with_noise
 
 CPU = torch.device("cpu")
 
@@ -198,6 +198,52 @@ def test_cifar_long_tail_is_taken_after_calibration(cifar_dir: Callable[[str], P
     assert isinstance(data, ArrayDataset)
     assert np.bincount(data.splits["train"].labels).tolist() == [int(15 * 0.2 ** (c / 9) + 1e-9) for c in range(10)]
     assert set(np.bincount(data.splits["test"].labels)) == {2}
+
+
+def test_cifar_can_be_few_images_of_every_class(cifar_dir: Callable[[str], Path]) -> None:
+    folder = cifar_dir("cifar10")
+    whole, few, again, other = (
+        load_dataset("cifar10", data_dir=folder, calibration=50, seed=seed, train=train)
+        for seed, train in ((0, None), (0, 43), (0, 43), (1, 43))
+    )
+    assert few.size("train") == 43 and set(np.bincount(few.splits["train"].labels)) == {4, 5}
+    assert set(few.index("train")) < set(whole.index("train")) and few.identity != whole.identity
+    assert np.array_equal(few.index("calibration"), whole.index("calibration"))
+    assert np.array_equal(few.index("train"), again.index("train"))
+    assert not np.array_equal(few.index("train"), other.index("train"))
+    assert load_dataset("cifar10", data_dir=folder, calibration=50, train=150).size("train") == 150  # all there are
+    with pytest.raises(ValueError, match="the train split takes 16 samples of class 0, which has only 15"):
+        load_dataset("cifar10", data_dir=folder, calibration=50, train=160)
+    with pytest.raises(ValueError, match="leave one out"):
+        load_dataset("cifar10", data_dir=folder, train=40, imbalance=5)
+
+
+def test_a_share_of_labels_is_made_wrong() -> None:
+    labels = np.repeat(np.arange(10), 200)
+    noisy = with_noise(labels, 0.3, 10, seed=0)
+    moved = noisy != labels
+    assert moved.sum() == 600 and set(noisy) == set(range(10))
+    assert np.bincount((noisy - labels)[moved] % 10, minlength=10)[1:].min() > 40  # any other class: 67 on average
+    assert np.array_equal(noisy, with_noise(labels, 0.3, 10, seed=0))
+    assert not np.array_equal(noisy, with_noise(labels, 0.3, 10, seed=1))
+    assert np.array_equal(with_noise(labels, 0, 10, seed=0), labels) and (with_noise(labels, 1, 10, 0) != labels).all()
+    with pytest.raises(ValueError, match="label_noise must lie between 0 and 1, got 1.5"):
+        load_dataset("digits", train=64, calibration=10, test=10, label_noise=1.5)
+
+
+def test_only_labels_to_train_on_are_made_wrong(cifar_dir: Callable[[str], Path]) -> None:
+    folder = cifar_dir("cifar100")
+    for name, options in (
+        ("digits", {"train": 300, "calibration": 60, "test": 100}),
+        ("cifar100", {"data_dir": folder, "calibration": 200, "train": 300}),
+    ):
+        clean, noisy, more = (load_dataset(name, **options, label_noise=share) for share in (0.0, 0.2, 0.4))
+        assert (clean.splits["train"].labels != noisy.splits["train"].labels).sum() == 60
+        for split in ("train", "calibration", "test"):
+            assert np.array_equal(clean.splits[split].images, noisy.splits[split].images)
+            assert split == "train" or np.array_equal(clean.splits[split].labels, noisy.splits[split].labels)
+        assert clean.identity == load_dataset(name, **options).identity
+        assert len({clean.identity, noisy.identity, more.identity}) == 3  # runs are not mixed up
 
 
 def test_cifar_is_checked_before_it_is_unpickled(cifar_dir: Callable[[str], Path]) -> None:

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ from PIL import Image
 
 from offramp import load_dataset
 from offramp.common.images import MAX_PIXELS
-from offramp.data.imagefolder import readable
+from offramp.data.imagefolder import MEAN, readable
+from offramp.data.photos import PhotoAugmentation
 
 CPU = torch.device("cpu")
 Writer = Callable[..., Path]
@@ -176,3 +178,48 @@ def test_a_large_image_is_read_only_if_it_is_asked_for(
     assert "it has 200 x 100 pixels, more than 10,000" in caplog.text
     every = load_dataset("imagefolder", **options)
     assert sum(len(batch.labels) for batch in every.sweep("test", 8, torch.device("cpu"))) == 4
+
+
+def first_batch(folder: Path, workers: int = 0, **more: Any) -> torch.Tensor:
+    data = load_dataset("imagefolder", data_dir=folder, image_size=32, workers=workers, **more)
+    return next(iter(data.stream(16, 0, torch.device("cpu"))))[0]
+
+
+def test_photos_are_augmented_by_name(image_folder: Callable[..., Path]) -> None:
+    folder = image_folder()
+    plain = first_batch(folder)
+    assert torch.equal(plain, first_batch(folder, augmentation="crop"))
+    seen = [plain]
+    for name, options in (
+        ("crop", {"scale": 0.9, "flip": 0.0}),
+        ("trivial", {}),
+        ("rand", {"operations": 3, "magnitude": 12}),
+        ("trivial", {"erase": 1.0}),
+    ):
+        found = first_batch(folder, augmentation=name, augmentation_options=options)
+        assert found.shape == plain.shape and not any(torch.equal(found, other) for other in seen)
+        assert torch.equal(found, first_batch(folder, workers=2, augmentation=name, augmentation_options=options))
+        seen.append(found)
+
+
+def test_what_is_erased_has_the_mean_colour() -> None:
+    photo = Image.fromarray(np.full((40, 40, 3), 255, np.uint8))
+    torch.manual_seed(0)
+    image = PhotoAugmentation(erase=1.0).transform(32, MEAN)(photo)
+    assert image.dtype == torch.uint8 and image.shape == (3, 32, 32)
+    colours = image.flatten(1).T.unique(dim=0).tolist()
+    assert sorted(colours) == sorted([[255, 255, 255], [round(255 * m) for m in MEAN]])
+
+
+def test_options_of_augmentations_that_do_not_fit(image_folder: Callable[..., Path]) -> None:
+    folder = image_folder()
+    with pytest.raises(ValueError, match="augmentation_options do not fit the augmentation 'crop'"):
+        first_batch(folder, augmentation="crop", augmentation_options={"size": 3})
+    with pytest.raises(ValueError, match="do not fit the augmentation 'shift-2'"):
+        first_batch(folder, augmentation="shift-2", augmentation_options={"size": 3})
+    with pytest.raises(ValueError, match="scale must lie between 0 and 1"):
+        first_batch(folder, augmentation="crop", augmentation_options={"scale": 3})
+    with pytest.raises(ValueError, match="need data.augmentation"):
+        first_batch(folder, augmentation_options={"scale": 0.3})
+    with pytest.raises(ValueError, match="trivial is for photos in folders, not for digits"):
+        load_dataset("digits", augmentation="trivial")

@@ -11,10 +11,10 @@ import pytest
 from PIL import Image
 
 from helpers.runs import call
-from offramp import load_bundle, load_dataset
+from offramp import load_bundle
 from offramp.common.formatting import millions
 from offramp.fitting.fit import configuration, typical_side
-from offramp.running.bundle import evaluate_bundle
+from offramp.running.labelled import evaluate_bundle, images_of_folder
 from offramp.runs.recipe import load_recipe
 
 SMALL = (
@@ -50,8 +50,7 @@ def test_from_a_folder_to_a_bundle_and_again(
     assert (out / "run/eval/test/logits.npy").stat().st_mtime_ns == logits
     fitted = load_bundle(out / "bundle")
     assert fitted.policies.policy.mul_adds <= budget
-    data = load_dataset("imagefolder", data_dir=images, image_size=32, workers=0)
-    score = evaluate_bundle(fitted, data)  # the same images, really leaving
+    score = evaluate_bundle(fitted, images_of_folder(fitted, images, "test"))  # the same images, really leaving
     assert f"has {100 * score.policy.top1:.1f} % of the test images right at {millions(score.policy.cost)} " in (
         capsys.readouterr().out
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from offramp.cli import main
 from offramp.models.weights import read_tensors
 from offramp.runs.config import RunConfig
+from offramp.training.train import train_run
 
 Config = Callable[..., RunConfig]
 
@@ -33,6 +35,15 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     with pytest.raises(SystemExit) as left:
         main()
     return int(left.value.code or 0)
+
+
+def resumed(config: RunConfig, run: Path, again: Path) -> Path:
+    """A finished run, copied without its end and gone on with from the state before the last."""
+    shutil.copytree(run, again)
+    (again / "model.safetensors").unlink()
+    shutil.rmtree(again / "last")
+    (again / "last.1").rename(again / "last")
+    return train_run(config, again, device="cpu", resume=True)
 
 
 def same_weights(a: Path, b: Path) -> bool:

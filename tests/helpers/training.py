@@ -23,8 +23,8 @@ def settings(**given: Any) -> WeightingConfig:
 
 
 def learned(num_exits: int, *, seed: int = 0, double: bool = False, **given: Any) -> LearnedWeighting:
-    """A weighting with a weight net."""
-    weighting = LearnedWeighting(settings(**given), Context(num_exits, seed=seed))
+    """A weighting with a weight net; `terms=each` has two, as distillation does."""
+    weighting = LearnedWeighting(settings(**given), Context(num_exits, seed=seed, terms=2))
     if double:
         weighting.net.double()
     return weighting

@@ -17,8 +17,9 @@ from offramp.measuring.calibrate import calibrate_run
 from offramp.measuring.confidence import Predictions
 from offramp.measuring.policy import outcome, read_policies
 from offramp.models.registry import read_tensors
-from offramp.running.bundle import all_logits, evaluate_bundle, load_bundle, read_golden
+from offramp.running.bundle import all_logits, load_bundle, read_golden
 from offramp.running.export import drawn_images, export_run
+from offramp.running.labelled import evaluate_bundle, images_of_dataset
 from offramp.runs.folder import read_config
 from offramp.runs.outputs import read_outputs, read_summary
 
@@ -97,7 +98,8 @@ def test_a_bundle_is_tried_on_data(
     data = load_dataset("digits", **read_config(run).data.given())
     saved, policy = read_outputs(run, "test"), load_bundle(torch_bundle).policies.policy
     for folder in (torch_bundle, onnx_bundle):
-        score = evaluate_bundle(load_bundle(folder, device="cpu"), data)
+        loaded = load_bundle(folder, device="cpu")
+        score = evaluate_bundle(loaded, images_of_dataset(loaded, data, "test"))
         np.testing.assert_allclose(score.exits, [s.top1 for s in read_summary(run).exits["test"]])
         expected = outcome(
             Predictions.of(saved.logits, saved.labels), policy.thresholds, read_policies(run / "policy.json").costs
@@ -107,18 +109,22 @@ def test_a_bundle_is_tried_on_data(
     assert call(monkeypatch, "eval", torch_bundle) == 2
     assert "say which data set to try it on" in capsys.readouterr().err
     assert call(monkeypatch, "eval", run, "--data", "digits") == 2
-    assert "--data and --set are for bundles" in capsys.readouterr().err
+    assert "evaluated on its own data; --data is for bundles" in capsys.readouterr().err
     assert call(monkeypatch, "eval", torch_bundle, "--data", "digits", "--set", "data.test=40") == 0
-    assert "on 40 test images" in " ".join(capsys.readouterr().out.split())
+    assert "on 40 images, the test split of digits" in " ".join(capsys.readouterr().out.split())
     assert call(monkeypatch, "eval", torch_bundle, "--data", "digits", "--set", "train.epochs=1") == 2
     assert "only settings of the data count here" in capsys.readouterr().err
     assert call(monkeypatch, "eval", torch_bundle, "--data", "digit") == 2
     assert "cifar100" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="does not know the classes of digits"):
-        evaluate_bundle(load_bundle("msdnet5-cifar100", device="cpu"), data)
-    data.mean = (0.1, 0.2, 0.3)
-    with pytest.raises(ValueError, match="prepares images in another way than digits"):
-        evaluate_bundle(load_bundle(torch_bundle, device="cpu"), data)
+    with pytest.raises(
+        ValueError, match="digits has a class that msdnet5-cifar100 does not know: class '0' is unknown"
+    ):
+        images_of_dataset(load_bundle("msdnet5-cifar100", device="cpu"), data, "test")
+    data.mean = (0.1, 0.2, 0.3)  # the bundle's own counts
+    assert evaluate_bundle(loaded, images_of_dataset(loaded, data, "test")) == score
+    data.image_size = 64
+    with pytest.raises(ValueError, match="takes images of 32 pixels, those of digits have 64"):
+        images_of_dataset(loaded, data, "test")
 
 
 def test_a_bundle_without_images_of_the_data(run: Path, tmp_path: Path) -> None:

@@ -359,7 +359,8 @@ def test_the_papers_numbers_are_not_those_of_another_weighting() -> None:
     recipe = load_recipe("cifar100-msdnet5-baseline")
     fixed = with_settings(recipe.config, ["weighting.name=fixed", "weighting.exits=[1.2, 1.1, 1, 0.9, 0.8]"])
     assert paper_top1(recipe.config) == recipe.paper_top1 and paper_top1(fixed) is None
-    assert paper_top1(with_settings(recipe.config, ["data.imbalance=100"])) is None
+    for other in ("data.imbalance=100", "data.label_noise=0.2", "data.train=5000"):
+        assert paper_top1(with_settings(recipe.config, [other])) is None
     runs = [StoredRun(Path(), config, None, [], {}, "") for config in (recipe.config, fixed)]
     assert [line.split(" | ")[0] for line in anytime_markdown([[run] for run in runs]).splitlines()[2:]] == [
         "| baseline, msdnet5",
@@ -432,6 +433,7 @@ def test_cost_is_in_baseline_epochs(results: Path, tmp_path: Path) -> None:
     assert baseline_epochs(with_settings(learned, ["weighting.interval=4"]), ratios) == 45
     assert baseline_epochs(with_settings(learned, ["weighting.order=delayed"]), ratios) == 75
     assert baseline_epochs(with_settings(learned, ["weighting.interval=4", "weighting.until=0.5"]), ratios) == 37.5
+    assert baseline_epochs(with_settings(learned, ["weighting.since=0.5", "weighting.until=0.75"]), ratios) == 45
     imta = with_settings(learned, ["imta.collaboration=true", "weighting.interval=4"])
     assert baseline_epochs(imta, ratios) is None and baseline_epochs(imta, {**ratios, "second": 0.5}) is None
     second = {**ratios, "second": 0.5, "second_exact": 1.5}

@@ -146,7 +146,7 @@ def unnamed(folder: Path, *names: str) -> None:
         ("is not a bundle", lambda f: (f / "bundle.json").unlink()),
         ("cannot be read as JSON", lambda f: (f / "bundle.json").write_text("{")),
         ("is damaged", lambda f: (f / "bundle.json").write_text("[]")),
-        ("newer version of offramp", rewritten("bundle.json", schema=2)),
+        ("newer version of offramp", rewritten("bundle.json", schema=3)),
         ("unknown format 'pickle'", rewritten("bundle.json", format="pickle")),
         ("model.json is missing", lambda f: (f / "model.json").unlink()),
         ("not the file that was written", lambda f: (f / "golden.npz").write_bytes(b"x")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -14,7 +15,7 @@ import PIL
 import pytest
 from PIL import Image
 
-from offramp import load_bundle
+from offramp import export, load_bundle, load_model
 from offramp.common.files import sha256
 from offramp.common.images import Preprocessing, read_image
 from offramp.running.engines.protocol import all_logits
@@ -30,31 +31,51 @@ in_pillows_order = pytest.mark.skipif(
 # docs/bundle-format.md, "From a file to an array", word for word in numpy
 
 
-def page_line_filters(n: int, m: int) -> list[tuple[int, np.ndarray]]:
+def page_bilinear(x: float) -> float:
+    return max(0.0, 1 - abs(x))
+
+
+def page_bicubic(x: float) -> float:
+    x = abs(x)
+    if x < 1:
+        return (1.5 * x - 2.5) * x * x + 1
+    return (((x - 5) * x + 8) * x - 4) * -0.5 if x < 2 else 0.0
+
+
+PAGE_FILTERS = {"bilinear": (1, page_bilinear), "bicubic": (2, page_bicubic)}
+
+
+def page_line_filters(n: int, m: int, interpolation: str) -> list[tuple[int, np.ndarray]]:
     """The first value that each of m outputs looks at, and its weights."""
     found, scale = [], n / m
-    support = max(scale, 1.0)
+    reach, f = PAGE_FILTERS[interpolation]
+    wide = max(scale, 1.0)
+    support = reach * wide
     for i in range(m):
         centre = (i + 0.5) * scale
         first, last = max(0, int(centre - support + 0.5)), min(n, int(centre + support + 0.5))
-        w = [max(0.0, 1 - abs((j - centre + 0.5) * (1 / support))) for j in range(first, last)]
+        w = [f((j - centre + 0.5) * (1 / wide)) for j in range(first, last)]
         total = 0.0
         for one in w:
             total += one
-        found.append((first, np.array([int(0.5 + (one / total) * 2**22) for one in w], np.int64)))
+        shares = [one / total for one in w]
+        found.append((first, np.array([int(math.copysign(0.5, s) + s * 2**22) for s in shares], np.int64)))
     return found
 
 
-def page_pass(lines: np.ndarray, m: int) -> np.ndarray:
-    """Whole numbers [..., n, 3] to [..., m, 3]."""
+def page_pass(lines: np.ndarray, m: int, interpolation: str) -> np.ndarray:
+    """Whole numbers [..., n, 3] to [..., m, 3]; a pass to as many changes nothing."""
+    if lines.shape[-2] == m:
+        return lines
     sums = [
         2**21 + np.tensordot(lines[..., first : first + len(k), :], k, ([-2], [0]))
-        for first, k in page_line_filters(lines.shape[-2], m)
+        for first, k in page_line_filters(lines.shape[-2], m, interpolation)
     ]
     return (np.stack(sums, -2) >> 22).clip(0, 255)
 
 
-def page_resized(pixels: np.ndarray, resize: int) -> np.ndarray:
+def page_resized(pixels: np.ndarray, own: Preprocessing) -> np.ndarray:
+    resize, interpolation = own.resize, own.interpolation
     height, width = pixels.shape[:2]
     short, long = min(width, height), max(width, height)
     if short == resize:
@@ -62,12 +83,12 @@ def page_resized(pixels: np.ndarray, resize: int) -> np.ndarray:
     longer = max(resize, (resize * long) // short)
     wide, high = (resize, longer) if width <= height else (longer, resize)
     if height > high and height - high > 2 * (width - wide):
-        return page_pass(page_columns(pixels, high), wide)
-    return page_columns(page_pass(pixels, wide), high)
+        return page_pass(page_columns(pixels, high, interpolation), wide, interpolation)
+    return page_columns(page_pass(pixels, wide, interpolation), high, interpolation)
 
 
-def page_columns(pixels: np.ndarray, m: int) -> np.ndarray:
-    return page_pass(pixels.transpose(1, 0, 2), m).transpose(1, 0, 2)
+def page_columns(pixels: np.ndarray, m: int, interpolation: str) -> np.ndarray:
+    return page_pass(pixels.transpose(1, 0, 2), m, interpolation).transpose(1, 0, 2)
 
 
 def page_middle(pixels: np.ndarray) -> np.ndarray:
@@ -85,7 +106,7 @@ def half_to_even(twice: int) -> int:
 
 def page_cut(pixels: np.ndarray, own: Preprocessing) -> np.ndarray:
     """Steps 4 to 6 of the page: whole numbers [h, w, 3] to uint8 [3, size, size]."""
-    image = page_resized(page_middle(pixels.astype(np.int64)), own.resize)
+    image = page_resized(page_middle(pixels.astype(np.int64)), own)
     top, left = (half_to_even(side - own.size) for side in image.shape[:2])
     return image[top : top + own.size, left : left + own.size].astype(np.uint8).transpose(2, 0, 1)
 
@@ -95,7 +116,17 @@ def page_on_white(pixels: np.ndarray, alpha: np.ndarray) -> np.ndarray:
     return (s * a + 255 * (255 - a) + 127) // 255
 
 
-PREPARED = [Preprocessing(size, resize, (0.5,) * 3, (0.25,) * 3) for size, resize in ((32, 32), (24, 28), (56, 64))]
+PREPARED = [
+    Preprocessing(size, resize, (0.5,) * 3, (0.25,) * 3, interpolation)
+    for interpolation in ("bilinear", "bicubic")
+    for size, resize in ((32, 32), (24, 28), (56, 64))
+]
+
+
+def shown(own: Preprocessing) -> str:
+    return f"{own.resize}-{own.size}-{own.interpolation}"
+
+
 SIZES = [
     *((32, 32), (28, 28), (64, 64), (33, 32), (50, 31), (31, 50), (28, 90), (10, 13), (200, 24), (1, 1), (3, 2)),
     *((400, 20), (401, 20), (402, 20), (403, 20), (20, 403), (1, 300), (301, 1), (640, 427), (333, 500), (97, 89)),
@@ -107,7 +138,7 @@ def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
 
 
 @in_pillows_order
-@pytest.mark.parametrize("own", PREPARED, ids=lambda own: f"{own.resize}-{own.size}")
+@pytest.mark.parametrize("own", PREPARED, ids=shown)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_the_pages_resizing_is_ours(own: Preprocessing, size: tuple[int, int]) -> None:
     for pixels in (noise(*size), np.where(noise(*size) < 128, np.uint8(0), np.uint8(255))):
@@ -117,8 +148,9 @@ def test_the_pages_resizing_is_ours(own: Preprocessing, size: tuple[int, int]) -
 @in_pillows_order
 def test_the_pages_resizing_is_ours_at_many_sizes() -> None:
     draw = np.random.default_rng(5)
-    for width, height, resize in draw.integers(1, 120, (300, 3)).tolist():
-        own = Preprocessing(int(draw.integers(1, resize + 1)), resize, (0.5,) * 3, (0.25,) * 3)
+    for number, (width, height, resize) in enumerate(draw.integers(1, 120, (300, 3)).tolist()):
+        filter_ = ("bilinear", "bicubic")[number % 2]
+        own = Preprocessing(int(draw.integers(1, resize + 1)), resize, (0.5,) * 3, (0.25,) * 3, filter_)
         pixels = noise(width, height)
         np.testing.assert_array_equal(page_cut(pixels, own), own.cut(Image.fromarray(pixels)), f"{width} x {height}")
 
@@ -192,7 +224,7 @@ def test_the_pages_normalising_is_ours() -> None:
 # golden photos
 
 
-@pytest.mark.parametrize("own", PREPARED, ids=lambda own: f"{own.resize}-{own.size}")
+@pytest.mark.parametrize("own", PREPARED, ids=shown)
 def test_golden_photos_are_small_and_the_same_every_time(own: Preprocessing) -> None:
     first, second = list(drawn_photos(own)), list(drawn_photos(own))
     assert first == second
@@ -214,15 +246,18 @@ def wrong_ways(own: Preprocessing) -> dict[str, object]:
         left, top = ((side - own.size) // 2 for side in image.size)
         return np.asarray(image.crop((left, top, left + own.size, top + own.size))).transpose(2, 0, 1)
 
+    right, other = Image.Resampling.BILINEAR, Image.Resampling.BICUBIC
+    if own.interpolation == "bicubic":
+        right, other = other, right
     return {
         "nearest": lambda image: plain(image, int, Image.Resampling.NEAREST),
-        "another filter": lambda image: plain(image, int, Image.Resampling.BICUBIC),
-        "rounded": lambda image: plain(image, round, Image.Resampling.BILINEAR),
-        "crop rounded down": lambda image: plain(image, int, Image.Resampling.BILINEAR),
+        "another filter": lambda image: plain(image, int, other),
+        "rounded": lambda image: plain(image, round, right),
+        "crop rounded down": lambda image: plain(image, int, right),
     }
 
 
-@pytest.mark.parametrize("own", PREPARED, ids=lambda own: f"{own.resize}-{own.size}")
+@pytest.mark.parametrize("own", PREPARED, ids=shown)
 def test_golden_photos_show_mistakes(own: Preprocessing) -> None:
     images = [read_image(data) for name, _, data in drawn_photos(own) if name in ("photo-1.png", "photo-3.png")]
     for words, wrong in wrong_ways(own).items():
@@ -369,11 +404,39 @@ def other_measure(bundle: Path, copy: Path, measure: str, thresholds: list[float
     return renewed(bundle, copy, change)
 
 
+def bicubic(run: Path, out: Path) -> Path:
+    """The run's network in a bundle that resizes otherwise and cuts off the edges."""
+    own = Preprocessing(32, 36, (0.5,) * 3, (0.25,) * 3, "bicubic")
+    return export(load_model(run), run, out=out, preprocessing=own, format="onnx")
+
+
+@in_pillows_order
+def test_a_bundle_says_how_it_resizes(run: Path, tmp_path: Path) -> None:
+    bundle = load_bundle(bicubic(run, tmp_path / "cubic"))
+    assert bundle.check_golden() < 1e-3
+    files = sixty_photos(tmp_path / "photos")[::6]  # those in RGB
+    wanted = np.stack([page_cut(np.asarray(Image.open(file)), bundle.card.preprocessing) for file in files])
+    np.testing.assert_array_equal(bundle.prepare(files), bundle.card.preprocessing.normalise(wanted))
+
+
+def test_preprocessing_goes_to_json_and_back() -> None:
+    for own in PREPARED:
+        value = json.loads(json.dumps(own.to_json()))
+        assert Preprocessing.from_json(value) == own
+        assert ("interpolation" in value) == (own.interpolation == "bicubic")  # the others are as they always were
+    with pytest.raises(ValueError, match="interpolation 'lanczos' is unknown"):
+        Preprocessing.from_json({**PREPARED[0].to_json(), "interpolation": "lanczos"})
+
+
 @pytest.mark.slow
 @in_pillows_order
-def test_a_client_written_from_the_page_answers_alike(node_client: Path, onnx_bundle: Path, tmp_path: Path) -> None:
+def test_a_client_written_from_the_page_answers_alike(
+    node_client: Path, run: Path, onnx_bundle: Path, tmp_path: Path
+) -> None:
     files = sixty_photos(tmp_path / "photos")
     compare_clients(walked(node_client, onnx_bundle, tmp_path / "photos"), onnx_bundle, files)
+    cubic = bicubic(run, tmp_path / "cubic")
+    compare_clients(walked(node_client, cubic, tmp_path / "photos"), cubic, files)
     for measure, thresholds in (("margin", [0.1, None]), ("entropy", [0.25, 0.25])):
         other = other_measure(onnx_bundle, tmp_path / measure, measure, thresholds)
         compare_clients(walked(node_client, other, tmp_path / "photos"), other, files)
@@ -395,13 +458,16 @@ def compare_clients(found: dict[str, list[dict[str, object]]], bundle: Path, fil
 
 
 @pytest.mark.slow
+@in_pillows_order
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 def test_a_client_written_from_the_page_gives_golden_outputs(
-    node_client: Path, onnx_bundle: Path, tmp_path: Path
+    interpolation: str, node_client: Path, run: Path, onnx_bundle: Path, tmp_path: Path
 ) -> None:
     """Tensors nearly, PNG exactly, JPEG within what the bundle allows, and the answers that it names."""
     (tmp_path / "none").mkdir()
-    found = walked(node_client, onnx_bundle, tmp_path / "none")
+    bundle = onnx_bundle if interpolation == "bilinear" else bicubic(run, tmp_path / "cubic")
+    found = walked(node_client, bundle, tmp_path / "none")
     assert found["tensors"] < 1e-3
-    for row, photo in zip(found["golden"], read_photos(onnx_bundle, os.listdir(onnx_bundle)), strict=True):
+    for row, photo in zip(found["golden"], read_photos(bundle, os.listdir(bundle)), strict=True):
         assert row["difference"] <= photo.tolerance == (3 if photo.file == "photo-2.jpg" else 0)
         assert (row["file"], row["label"], row["exit"]) == (photo.file, photo.label, photo.exit)

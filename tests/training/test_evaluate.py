@@ -15,10 +15,10 @@ import torch
 
 from helpers.runs import call
 from offramp import evaluate_run, exit_costs, load_dataset, load_model
-from offramp.data import ArrayDataset, Dataset
+from offramp.data import ArrayDataset
 from offramp.measuring.calibrate import calibrate_run
 from offramp.models.weights import read_tensors, write_tensors
-from offramp.running.bundle import Bundle, BundleScore, evaluate_bundle
+from offramp.running import labelled
 from offramp.running.export import export_run
 from offramp.runs.config import RunConfig
 from offramp.runs.outputs import EvalSummary, read_summary
@@ -141,15 +141,19 @@ def test_a_bundle_is_tested_on_the_split_of_its_run(
     bundle = export_run(export_run(run, tmp_path / "first"), tmp_path / "second")
     used = []
 
-    def seen(loaded: Bundle, data: Dataset) -> BundleScore:
-        used.append(data.index("test"))
-        return evaluate_bundle(loaded, data)
+    def seen(loaded: object, images: labelled.FolderImages) -> labelled.BundleScore:
+        used.append(images)
+        return evaluated(loaded, images)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("offramp.running.bundle.evaluate_bundle", seen)
+    evaluated = labelled.evaluate_bundle
+    monkeypatch.setattr(labelled, "evaluate_bundle", seen)
     words = ("--data", "imagefolder", "--data-dir", root, "--set", "data.image_size=32", "--set", "data.workers=0")
     assert call(monkeypatch, "eval", bundle, *words) == 0
-    np.testing.assert_array_equal(used[0], np.load(run / "eval/test/index.npy"))
-    assert own.samples["test"] == len(used[0])
+    np.testing.assert_array_equal(used[0].files.index, np.load(run / "eval/test/index.npy"))
+    assert own.samples["test"] == used[0].size
+    (root / "class0" / "train003.png").unlink()  # now it is another folder, of which nothing is known to be held out
+    assert call(monkeypatch, "eval", bundle, *words) == 0
+    assert used[1].size == 41 and used[1].about == f"all of {root}"
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "{"])
@@ -202,7 +206,7 @@ class Huge:
     def size(self, split): return 50_000
     def index(self, split): return np.arange(50_000)
     def difficulty(self, split): return None
-    def thumbnails(self, split, rows): return np.zeros((len(rows), 64, 64, 3), np.uint8)
+    def some_thumbnails(self, split, count): return np.zeros((count, 64, 64, 3), np.uint8), np.arange(count)
     def sweep(self, split, batch, device):
         images = torch.randn(batch, 3, 224, 224)
         for at in range(0, 50_000, batch):
@@ -211,7 +215,7 @@ class Huge:
 
 stages = [nn.Sequential(nn.AvgPool2d(32), nn.Flatten()), *[nn.Identity() for _ in range(4)]]
 net = ExitNet.from_parts(stages, [nn.Linear(147, 1000) for _ in range(5)], (3, 224, 224))
-samples, hits = save_logits(net, Huge(), "test", Path(sys.argv[1]), torch.device("cpu"))
+samples, hits = save_logits(net, Huge(), "test", Path(sys.argv[1]), torch.device("cpu"), 5)
 logits = np.load(Path(sys.argv[1]) / "logits.npy", mmap_mode="r")
 from offramp.bench.train import _peak_kilobytes
 print(logits.shape, _peak_kilobytes() // 1024)

@@ -64,9 +64,13 @@ def test_the_meta_gradient_is_exact_under_equilibrium(equilibrium: bool) -> None
     assert error > 0.1 if equilibrium else error < 0.05  # differences of forwards cannot see scaled gradients
 
 
-def test_finite_differences_under_equilibrium_are_refused(small_config: Callable[..., RunConfig]) -> None:
-    with pytest.raises(ValueError, match="finite_difference cannot go with imta"):
-        small_config("imta.equilibrium=true", "weighting.engine=finite_difference")
+def test_finite_differences_under_equilibrium_are_refused(
+    tmp_path: Path, small_config: Callable[..., RunConfig]
+) -> None:
+    config = small_config("imta.equilibrium=true", "weighting.name=learned", "weighting.engine=finite_difference")
+    with pytest.raises(ValueError, match="finite_difference cannot see what GradientEquilibrium does"):
+        train_run(config, tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_scale_reaches_gradients_and_tangents() -> None:
@@ -137,7 +141,7 @@ def test_distillation_is_the_formula() -> None:
         ce = -outputs[k].log_softmax(1)[range(5), labels]
         kl = (teacher * (teacher.log() - (outputs[k] / 3).log_softmax(1))).sum(1)
         expected = ce if k == 2 else 0.1 * ce + 0.9 * 9 * kl
-        torch.testing.assert_close(losses[:, k], expected)
+        torch.testing.assert_close(losses[:, k] + losses[:, 3 + k], expected)
 
 
 def test_the_teacher_is_the_frozen_networks_own_last_head() -> None:

@@ -11,13 +11,16 @@ import pytest
 import torch
 
 from helpers.nets import Theirs, loader, same
+from helpers.runs import resumed, same_weights
 from helpers.training import learned as weighting_of
+from helpers.training import settings as settings_of
 from offramp import LearnedWeights
 from offramp.models.weights import read_tensors
 from offramp.runs.config import RunConfig
 from offramp.runs.folder import read_metrics
 from offramp.training.objectives import exit_losses
 from offramp.training.train import train_run
+from offramp.training.weighting import Context, LearnedWeighting
 
 Config = Callable[..., RunConfig]
 
@@ -66,6 +69,45 @@ def test_the_weight_net_learns_until_it_is_told_to_stop(tmp_path: Path, small_co
     for name, tensor in net(never).items():
         torch.testing.assert_close(tensor, untouched[name])
     assert any(not torch.equal(tensor, net(never)[name]) for name, tensor in net(half).items())
+
+
+@pytest.mark.parametrize("order", ["exact", "delayed"])
+def test_weights_are_one_until_the_weight_net_begins(tmp_path: Path, small_config: Config, order: str) -> None:
+    learned = ("weighting.name=learned", "weighting.since=0.5", "weighting.interval=2", f"weighting.order={order}")
+    config = small_config(*learned, "train.epochs=2")
+    late = train_run(config, tmp_path / "late", device="cpu")
+    plain = train_run(small_config("train.epochs=2"), tmp_path / "plain", device="cpu")
+    rows = {run: read_metrics(run) for run in (late, plain)}
+    assert ["meta_loss" in row for row in rows[late]] == [False, True]
+    same = [rows[late][epoch]["train_loss"] == rows[plain][epoch]["train_loss"] for epoch in (0, 1)]
+    assert same == [True, False]  # the first epoch is that of uniform weights, bit for bit
+    kept = [np.load(late / "samples" / f"epoch-000{epoch}.npz")["weights"] for epoch in (1, 2)]
+    assert (kept[0] == 1).all() and np.ptp(kept[1]) > 0
+    assert same_weights(late, resumed(config, late, tmp_path / "again"))
+
+
+def test_one_graph_serves_before_and_after_the_weight_net_begins() -> None:
+    """What a captured step reads changes in place: `learns` alone tells graphs apart."""
+    losses, confidences = torch.rand(8, 2), torch.rand(8, 2)
+    late = LearnedWeighting(settings_of(since=0.5, interval=3), Context(2, total_steps=10))
+    always = LearnedWeighting(settings_of(), Context(2, total_steps=10))
+    place = late.delta.data_ptr()  # type: ignore[union-attr]
+    assert [late.learns(step) for step in range(10)] == [step in (6, 9) for step in range(10)]
+    for step in (0, 4, 5, 9):
+        late.begin_step(step)
+        found = late.weights(losses, confidences)
+        wanted = torch.ones(8, 2) if step < 5 else always.weights(losses, confidences)
+        assert torch.equal(found, wanted) and late.delta.data_ptr() == place  # type: ignore[union-attr]
+
+
+def test_a_loop_of_their_own_can_begin_late() -> None:
+    torch.manual_seed(0)
+    model = Theirs()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = LearnedWeights(model, optimizer, num_exits=2, total_steps=4, since=0.5)
+    logs = [weights.step(x, y) for x, y in loader(4)]
+    assert ["meta_loss" in log for log in logs] == [False, False, True, True]
+    assert [log["weight/max"] > 1 for log in logs] == [False, False, True, True]
 
 
 def test_every_weighting_trains_and_keeps_samples(tmp_path: Path, small_config: Config) -> None:
@@ -148,6 +190,10 @@ def test_mistakes_get_a_sentence(tmp_path: Path, small_config: Config) -> None:
         LearnedWeights(model, sgd, num_exits=2, until=2, total_steps=9)
     with pytest.raises(ValueError, match="needs total_steps"):
         LearnedWeights(model, sgd, num_exits=2, until=0.5)
+    with pytest.raises(ValueError, match="since, a share of training, needs total_steps"):
+        LearnedWeights(model, sgd, num_exits=2, since=0.5)
+    with pytest.raises(ValueError, match=r"since must lie below weighting\.until, got 0\.5 and 0\.5"):
+        small_config("weighting.since=0.5", "weighting.until=0.5")
     with pytest.raises(ValueError, match="clipping by global norm"):
         train_run(small_config("weighting.name=learned", "train.clip_norm=1"), tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()

@@ -17,8 +17,10 @@ from helpers.runs import SMALL_RUN
 from helpers.training import by, learned
 from offramp.models.weights import read_tensors
 from offramp.runs.folder import read_metrics
+from offramp.training.objectives import Distillation, cross_entropy
 from offramp.training.processes import Processes, joined_processes
 from offramp.training.step import train_step
+from offramp.training.weighting import CENTRINGS
 
 
 class Net(nn.Module):
@@ -32,13 +34,14 @@ class Net(nn.Module):
         return [self.a(h), self.b(self.two(h).tanh())]
 
 
-def train(processes: Processes, centring: str, steps: int = 6) -> dict[str, Tensor]:
+def train(processes: Processes, way: dict[str, str], steps: int = 6) -> dict[str, Tensor]:
     """Several iterations on this process's part of the same batches."""
     torch.manual_seed(0)
     model = Net().double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=1e-3)
-    weighting = learned(2, learning_rate=0.01, centring=centring, bound=True, double=True)
-    method = by(weighting, processes=processes)
+    weighting = learned(2, learning_rate=0.01, bound=True, double=True, **way)
+    objective = Distillation("mean") if "terms" in way else cross_entropy
+    method = by(weighting, processes=processes, objective=objective)
     draw = torch.Generator().manual_seed(1)
     for step in range(steps):
         x = torch.randn(24, 6, generator=draw, dtype=torch.float64)
@@ -81,22 +84,25 @@ def start(command: list[str], size: int) -> None:
     assert [p.returncode for p in processes] == [0] * size, "\n".join(outputs)
 
 
-CENTRINGS = ("exit", "batch", "all", "both")
+WAYS: dict[str, dict[str, str]] = {
+    **{centring: {"centring": centring} for centring in CENTRINGS},
+    "terms": {"terms": "each", "objective": "policy", "order": "delayed"},
+}
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes computed, for every centring."""
+    """What two processes computed, in every way."""
     folder = tmp_path_factory.mktemp("together")
     start([sys.executable, __file__, str(folder)], 2)
     return folder
 
 
-@pytest.mark.parametrize("centring", CENTRINGS)
-def test_two_processes_give_what_one_gives(together: Path, centring: str) -> None:
-    alone = train(Processes(), centring)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_give_what_one_gives(together: Path, way: str) -> None:
+    alone = train(Processes(), WAYS[way])
     for rank in range(2):
-        found = torch.load(together / f"{centring}-{rank}.pt", weights_only=True)
+        found = torch.load(together / f"{way}-{rank}.pt", weights_only=True)
         for name, value in alone.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
 
@@ -128,6 +134,19 @@ def test_both_phases_of_imta_train_in_two_processes(tmp_path: Path) -> None:
         assert row["epoch"] == 1 and "meta_loss" in row and len(row["calibration_top1"]) == 2
 
 
+def test_everything_at_once_trains_in_two_processes(tmp_path: Path) -> None:
+    """The network alone first, probed heads, distillation, mixing, an average of the params."""
+    run = tmp_path / "run"
+    settings = [*SMALL_RUN, "train.epochs=2", "train.network_epochs=1", "train.parts=inner_heads", "train.probe=true"]
+    settings += ["train.mixup=0.2", "train.cutmix=1.0", "train.ema=0.9", "objective.name=distillation"]
+    command = [sys.executable, "-m", "offramp", "train", "digits-learned", "--out", str(run), "--device", "cpu"]
+    start([*command, *(word for setting in settings for word in ("--set", setting))], 2)
+    first, both = (read_tensors(folder / "model.safetensors") for folder in (run / "phase1", run))
+    moved = {name for name in first if not torch.equal(first[name], both[name])}
+    assert "heads.0.linear.weight" in moved and all(name.startswith("heads.0") for name in moved)
+    assert len(read_metrics(run)) == 2 and "meta_loss" in read_metrics(run)[-1]
+
+
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:
     with pytest.raises(ValueError, match="shared evenly by 3 processes"):
         Processes(0, 3).own_places(16)
@@ -136,5 +155,5 @@ def test_a_batch_that_cannot_be_shared_is_refused() -> None:
 
 if __name__ == "__main__":
     with joined_processes(torch.device("cpu")) as everyone:
-        for asked in CENTRINGS:
-            torch.save(train(everyone, asked), Path(sys.argv[1]) / f"{asked}-{everyone.rank}.pt")
+        for asked, own in WAYS.items():
+            torch.save(train(everyone, own), Path(sys.argv[1]) / f"{asked}-{everyone.rank}.pt")

@@ -139,7 +139,7 @@ def subject_of(source: str, kind: str | None = None, device: str = "auto") -> tu
         return Subject(engine, _whole_torch(engine), model.input_shape), None
     if kind != "onnx":
         raise ValueError(unknown("engine", kind, ("torch", "onnx")))
-    return Subject(*_onnx_subject(model), model.input_shape), None
+    return Subject(*_onnx_subject(model, device), model.input_shape), None
 
 
 def _whole_torch(engine: Any) -> Callable[[np.ndarray], Any]:
@@ -162,13 +162,14 @@ def _all_stages(engine: Engine) -> Callable[[np.ndarray], Any]:
     return run
 
 
-def _onnx_subject(model: Any) -> tuple[Engine, Callable[[np.ndarray], Any]]:
-    from offramp.running.engines.onnx_engine import OnnxEngine, share_threads
+def _onnx_subject(model: Any, device: str) -> tuple[Engine, Callable[[np.ndarray], Any]]:
+    from offramp.running.engines.onnx_engine import OnnxEngine, providers, share_threads
     from offramp.running.export import onnx_stages, onnx_whole
 
+    providers(device)  # a device that is not there is said before minutes of export
     share_threads()
-    engine = OnnxEngine(onnx_stages(model))
-    whole = OnnxEngine([onnx_whole(model)])
+    engine = OnnxEngine(onnx_stages(model), device=device)
+    whole = OnnxEngine([onnx_whole(model)], device=device)
     return engine, lambda images: whole.judge(1, whole.run(1, whole.begin(images))[0])
 
 

@@ -9,6 +9,7 @@ import typer
 
 from offramp.cli.options import AsJson, BundlePath, Device, numbers
 from offramp.common.console import print_table, say
+from offramp.common.pretrained import DEFAULT_BACKBONE
 
 verbs = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
 
@@ -59,6 +60,31 @@ def bench_train_command(
     title = f"{model}, loader batch {batch}, {place}"
     print_table(title, ["step", "way", "ms", "images/s", "peak MB", "ratio"], cells, whole=True)
     say(floor)
+
+
+@verbs.command("finetune")
+def bench_finetune_command(
+    model: Annotated[str, typer.Argument(help="A library's network, such as timm/resnet50.")] = DEFAULT_BACKBONE,
+    image_size: Annotated[int | None, typer.Option(help="Side of the images in pixels. Default: its own.")] = None,
+    exits: Annotated[int, typer.Option(help="How many exits it gets.")] = 4,
+    batch: Annotated[int, typer.Option(help="Images of one update.")] = 64,
+    device: Device = "auto",
+    repeats: Annotated[int, typer.Option(help="Timed rounds; the median counts.")] = 7,
+    compiled: Annotated[bool, typer.Option(help="Also the plain loop under torch.compile.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Time fine-tuning of a library's network with exits, beside plain loops that make the same updates."""
+    from offramp.bench.finetune import bench_finetune
+    from offramp.common.device import device_name, pick_device
+
+    rows = bench_finetune(model, image_size, exits, batch, device, repeats, compiled, silent=as_json)
+    place = device_name(pick_device(device))
+    if as_json:
+        print(json.dumps({"model": model, "batch": batch, "device": place, "rows": [row.to_json() for row in rows]}))
+        return
+    cells = [[r.name, f"{r.update_ms:,.2f}", f"{r.images_per_s:,.0f}", f"{r.times_plain:.2f}"] for r in rows]
+    title = f"{model}, {exits} exits, updates of {batch}, {place}"
+    print_table(title, ["way", "ms", "images/s", "times the plain loop"], cells)
 
 
 @verbs.command("infer")

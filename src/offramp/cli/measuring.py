@@ -4,20 +4,35 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from offramp.cli.options import AsJson, Budget, Measure, Temperature, Times
+from offramp.cli.options import (
+    AsJson,
+    Budget,
+    DataDir,
+    DataName,
+    DataSettings,
+    Device,
+    Measure,
+    Temperature,
+    Times,
+    command,
+)
 from offramp.common.console import print_table, say
 from offramp.common.formatting import parse_count
+
+if TYPE_CHECKING:
+    from offramp.running.bundle import Bundle
+    from offramp.running.labelled import LabelledImages
 
 verbs = typer.Typer()
 
 
 @verbs.command("calibrate")
 def calibrate_command(
-    run: Annotated[Path, typer.Argument(help="An evaluated run folder.")],
+    run: Annotated[str, typer.Argument(help="An evaluated run or model folder; or a bundle, with --data and --out.")],
     q: Annotated[float | None, typer.Option(help="The paper's parameter: small leaves early, large late.")] = None,
     budget: Budget = None,
     budget_ms: Annotated[float | None, typer.Option(help="Mean milliseconds per image; needs --times.")] = None,
@@ -33,25 +48,80 @@ def calibrate_command(
     measure: Measure = "max_softmax",
     temperature: Temperature = False,
     lazy: Annotated[bool, typer.Option(help="Count, and later run, only what each exit's own head needs.")] = False,
-    out: Annotated[Path | None, typer.Option(help="Where to write; default: RUN/policy.json.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Where to write; default: RUN/policy.json. For a bundle: the new bundle's folder."),
+    ] = None,
+    data: DataName = None,
+    data_dir: DataDir = None,
+    settings: DataSettings = None,
+    device: Device = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Find when images may leave: thresholds from the calibration split, written to policy.json.
 
     For example: offramp calibrate runs/first --budget 1.2M
+
+    A bundle gets new thresholds from labelled images, a folder of them per class, as a new bundle:
+    offramp calibrate bundle --data imagefolder --data-dir photos --out new-bundle
     """
     from offramp.cli.tables import policy_table
+    from offramp.common.pretrained import is_bundle
     from offramp.measuring.calibrate import PolicyRequest, calibrate_run
 
     wanted = None if budget is None else parse_count(budget, "--budget")
     request = PolicyRequest(q, wanted, budget_ms, max_drop_points, risk, probability, family)
-    found = calibrate_run(run, request, measure=measure, temperature=temperature, times=times, lazy=lazy, out=out)
+    if is_bundle(run):
+        from offramp.running.labelled import calibrate_bundle
+
+        if data is None or out is None or lazy:
+            raise ValueError(_new_thresholds(run, lazy))
+        bundle, images = _bundle_and_images(run, data, data_dir, settings or [], device)
+        options: dict[str, Any] = {"measure": measure, "temperature": temperature, "times": times, "silent": as_json}
+        found = calibrate_bundle(bundle, images, out, request, **options)
+        saved = f"saved, with {len(found.policies) - 1} others: {out}\nnext: {command('predict', out, 'IMAGES')}"
+    else:
+        if data is not None or data_dir is not None or settings:
+            raise ValueError(f"{run} is no bundle; a run is calibrated on its own calibration split, without --data")
+        found = calibrate_run(run, request, measure=measure, temperature=temperature, times=times, lazy=lazy, out=out)
+        path = Path(run) / "policy.json" if out is None else out
+        saved = f"saved, with {len(found.policies) - 1} others: {path}\nnext: {_then_export(Path(run), out)}"
     if as_json:
         print(json.dumps(found.policy.to_json()))
         return
     print_table(*policy_table(found))
-    path = run / "policy.json" if out is None else out
-    say(f"saved, with {len(found.policies) - 1} others: {path}")
+    say(saved)
+
+
+def _then_export(run: Path, policy: Path | None) -> str:
+    """The command that makes a bundle; of a network that lies in no folder, the call in Python."""
+    from offramp.running.bundle import in_python
+    from offramp.runs.folder import CONFIG
+
+    if not (run / CONFIG).is_file():
+        return f"in Python: {in_python(run)}"
+    return command("export", run, "--out", run / "bundle", *([] if policy is None else ["--policy", policy]))
+
+
+def _new_thresholds(bundle: str, lazy: bool) -> str:
+    """How a bundle gets new thresholds."""
+    if lazy:
+        return "a bundle runs in the order that it was exported in; --lazy is for runs"
+    return (
+        f"{bundle} is a bundle, which holds its policies already; new ones come from labelled images, into a new "
+        "folder: --data imagefolder --data-dir D --out NEW"
+    )
+
+
+def _bundle_and_images(
+    source: str, data: str, data_dir: Path | None, settings: list[str], device: str
+) -> tuple[Bundle, LabelledImages]:
+    from offramp.running.bundle import load_bundle
+    from offramp.running.labelled import labelled_images
+    from offramp.runs.config import data_config
+
+    bundle = load_bundle(source, device=device, own_process=True)
+    return bundle, labelled_images(bundle, data_config(data, settings), data_dir, "calibration")
 
 
 @verbs.command()

@@ -14,6 +14,12 @@ from offramp.common.registry import loaded
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data set; digits needs none.")]
+DataName = Annotated[
+    str | None, typer.Option(help="For a bundle or a saved model: the data set, imagefolder or cifar100 say.")
+]
+DataSettings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="With --data: a setting of the data.")
+]
 BundlePath = Annotated[
     Path,
     typer.Argument(
@@ -29,6 +35,10 @@ Times = Annotated[Path | None, typer.Option(help="Stage times that `offramp benc
 Measure = Annotated[str, typer.Option(help="Confidence: max_softmax, margin or entropy.")]
 Temperature = Annotated[bool, typer.Option(help="Fit a temperature per exit first.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+Format = Annotated[
+    str | None,
+    typer.Option(help="torch, or onnx, which needs no torch to run; default: torch for our networks, onnx for others."),
+]
 Settings = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting (docs/training.md has all); may be repeated."),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from offramp.cli.options import Budget, BundlePath, Device, MaxPixels, Settings, command, pixels_allowed
+from offramp.cli.options import AsJson, Budget, BundlePath, Device, Format, MaxPixels, Settings, command, pixels_allowed
 from offramp.common.console import print_table, say
 from offramp.common.formatting import parse_count
 
@@ -19,12 +20,12 @@ def export(
     run: Annotated[
         str,
         typer.Argument(
-            help="A run that was evaluated and calibrated, a torch bundle, or a network that comes trained."
+            help="A run or model that was evaluated and calibrated, a torch bundle, or a network that comes trained."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The bundle's folder; it must not be there yet.")],
     policy: Annotated[Path | None, typer.Option(help="A policy file; default: RUN/policy.json.")] = None,
-    format: Annotated[str, typer.Option(help="torch, or onnx for boxes without torch.")] = "torch",
+    format: Format = None,
     half: Annotated[bool, typer.Option(help="Round weights to bfloat16 and store them so: half the size.")] = False,
     images: Annotated[
         bool, typer.Option(help="Golden inputs are test images; without, drawn ones: no image of the data leaves.")
@@ -34,12 +35,18 @@ def export(
 
     For example: offramp export runs/first --out bundle --format onnx
     """
+    from offramp.running.bundle import checked
     from offramp.running.export import export_run
 
     path = export_run(run, out, policy=policy, format=format, half=half, images=images)
+    written, card, _ = checked(path)
     size = sum(file.stat().st_size for file in path.iterdir()) / 1e6
-    next_ = command("predict", path, "IMAGES")
-    say(f"bundle: {path} ({format}, {size:.1f} MB), equal to its golden outputs\nnext: {next_}")
+    needs = [f"{name} {version}" for name, version in card.packages.items()]
+    needs += [f"--import {plugin}" for plugin in card.imports]
+    say(f"bundle: {path} ({written['format']}, {size:.1f} MB), equal to its golden outputs")
+    if needs:
+        say(f"whoever loads it needs {', '.join(needs)}; with --format onnx nobody would")
+    say(f"next: {command('predict', path, 'IMAGES')}")
 
 
 @verbs.command("serve")
@@ -90,7 +97,7 @@ def fit_command(
     max_drop_points: Annotated[
         float | None, typer.Option(help="The cheapest policy within so many points of the whole network.")
     ] = None,
-    format: Annotated[str, typer.Option(help="torch, or onnx for boxes without torch.")] = "torch",
+    format: Format = None,
     settings: Settings = None,
     device: Device = "auto",
 ) -> None:
@@ -122,6 +129,7 @@ def predict_command(
     max_mul_adds: Annotated[str | None, typer.Option(help="No image costs more than this.", metavar="COUNT")] = None,
     max_pixels: MaxPixels = None,
     device: Device = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Classify images with a bundle; each pays for what it uses.
 
@@ -143,12 +151,14 @@ def predict_command(
         max_exit=max_exit,
         max_mul_adds=limit,
         max_pixels=pixels_allowed(max_pixels),
+        silent=as_json,
     )
-    if out is None:
-        print_table(*result_table(found.rows), whole=True)
-    else:
+    if out is not None:
         write_rows(out, found.rows)
-        say(f"results: {out}")
-    say(str(found))
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        say(f"results: {out}") if out is not None else print_table(*result_table(found.rows), whole=True)
+        say(str(found))
     if found.unreadable:
         raise typer.Exit(1)

@@ -6,28 +6,29 @@ import math
 
 from offramp.common.formatting import Table, millions
 from offramp.measuring.policy import Policies
-from offramp.running.bundle import BundleScore
+from offramp.running.labelled import BundleScore
 from offramp.runs.outputs import EvalSummary
 
 
 def anytime_table(summary: EvalSummary) -> Table:
-    """Every exit on the whole test split."""
+    """Every exit on the whole test split; on the calibration split where there is no other."""
+    split = "test" if "test" in summary.samples else "calibration"
     rows = [
         [str(s.exit), millions(s.params), millions(s.mul_adds), f"{100 * s.top1:.2f}", f"{100 * s.top5:.2f}"]
-        for s in summary.exits["test"]
+        for s in summary.exits[split]
     ]
-    title = f"{summary.model}: each exit on all {summary.samples['test']:,} test images"
+    title = f"{summary.model}: each exit on all {summary.samples[split]:,} {split} images"
     return title, ["exit", "params", "mul-adds", "top-1 %", "top-5 %"], rows
 
 
 def bundle_table(name: str, score: BundleScore) -> Table:
-    """Every exit of a bundle on a whole test split, and who leaves there under its policy."""
+    """Every exit of a bundle on labelled images, and who leaves there under its policy."""
     rows = [
         [str(k), f"{100 * top1:.2f}", f"{100 * share:.1f}"]
         for k, (top1, share) in enumerate(zip(score.exits, score.policy.shares, strict=True), 1)
     ]
     title = (
-        f"{name} on {score.samples:,} test images: {100 * score.policy.top1:.2f} % under its policy, "
+        f"{name} on {score.samples:,} images, {score.about}: {100 * score.policy.top1:.2f} % under its policy, "
         f"at {millions(score.policy.cost)} mul-adds per image"
     )
     return title, ["exit", "top-1 % of all", "leave here %"], rows

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from offramp.cli.options import DataDir, Device, Settings, command, numbers
+from offramp.cli.options import DataDir, DataName, DataSettings, Device, Settings, command, numbers
 from offramp.common.console import print_table, say
 
 verbs = typer.Typer()
@@ -61,45 +61,53 @@ def train(
 
 @verbs.command("eval")
 def evaluate(
-    run: Annotated[str, typer.Argument(help="A finished run folder; or a bundle, or a network that comes trained.")],
-    data: Annotated[str | None, typer.Option(help="For a bundle: the data set to try it on, cifar100 say.")] = None,
+    run: Annotated[
+        str,
+        typer.Argument(help="A finished run folder; or a saved model, a bundle, or a network that comes trained."),
+    ],
+    data: DataName = None,
     data_dir: DataDir = None,
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="For a bundle: a setting of the data.")
-    ] = None,
+    settings: DataSettings = None,
     device: Device = "auto",
 ) -> None:
-    """Evaluate every exit of a run on its calibration and test splits, and save the logits.
+    """Evaluate every exit of a run, or of a saved model, on calibration and test splits, and save the logits.
+
+    A saved model is evaluated on data that are named: offramp eval MODEL --data imagefolder --data-dir D
 
     Of a bundle, nothing is saved: offramp eval msdnet5-cifar100 --data cifar100 --data-dir D
     """
     from offramp.cli.tables import anytime_table
     from offramp.common.pretrained import is_bundle
-    from offramp.training.evaluate import evaluate_run
 
     if is_bundle(run):
         _evaluate_bundle(run, data, data_dir, settings or [], device)
         return
-    if data is not None or settings:
-        raise ValueError(f"{run} is no bundle; a run is evaluated on its own data, --data and --set are for bundles")
-    summary = evaluate_run(run, data_dir=data_dir, device=device)
+    from offramp.runs.config import data_config
+    from offramp.training.evaluate import evaluate_run
+
+    if data is None and settings:
+        raise ValueError(
+            f"a run is evaluated on its own data; --set goes with --data, for bundles and saved models: {run}"
+        )
+    own = None if data is None else data_config(data, settings or [])
+    summary = evaluate_run(run, data_dir=data_dir, device=device, data=own)
     print_table(*anytime_table(summary))
-    policies = f"{command('calibrate', run)}, or " if "calibration" in summary.samples else ""
-    say(f"saved: {Path(run) / 'eval'}\nnext: {policies}{command('report', run)}")
+    following = [command("calibrate", run)] if "calibration" in summary.samples else []
+    following += [command("report", run)] if "test" in summary.samples else []
+    say(f"saved: {Path(run) / 'eval'}\nnext: {', or '.join(following)}")
 
 
 def _evaluate_bundle(bundle: str, data: str | None, data_dir: Path | None, settings: list[str], device: str) -> None:
     from offramp.cli.tables import bundle_table
-    from offramp.data import load_dataset
-    from offramp.running.bundle import evaluate_bundle, load_bundle
+    from offramp.running.bundle import load_bundle
+    from offramp.running.labelled import evaluate_bundle, labelled_images
     from offramp.runs.config import data_config
 
     if data is None:
         raise ValueError(f"{bundle} is a bundle; say which data set to try it on: --data cifar100, for example")
     own = data_config(data, settings)
     loaded = load_bundle(bundle, device=device, own_process=True)
-    images = load_dataset(own.name, data_dir=data_dir or own.dir, seed=loaded.card.seed, **own.given())
-    print_table(*bundle_table(bundle, evaluate_bundle(loaded, images)))
+    print_table(*bundle_table(bundle, evaluate_bundle(loaded, labelled_images(loaded, own, data_dir, "test"))))
 
 
 @verbs.command()

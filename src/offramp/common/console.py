@@ -89,7 +89,7 @@ class _PlainBar(Bar):
     def _print(self) -> None:
         self.printed = time.monotonic()
         elapsed = self.printed - self.began
-        left = timedelta(seconds=round(elapsed / (self.done - self.before) * (self.total - self.done)))
+        left = timedelta(seconds=round(elapsed / (self.done - self.before) * max(0, self.total - self.done)))
         rate = self.images / elapsed
         self.line(f"{self.text}: {self.done}/{self.total}, {rate:,.0f} images/s, {left} left")
 

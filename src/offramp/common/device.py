@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
+from offramp.common.names import check_device_name
+
 
 def pick_device(name: str = "auto") -> torch.device:
     """`auto` is the GPU if there is one; under torchrun each process takes its own."""
+    check_device_name(name)
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and "LOCAL_RANK" in os.environ:  # torchrun: one GPU per process
         name = f"cuda:{os.environ['LOCAL_RANK']}"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N")
     device, gpus = torch.device(name), torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= gpus:
         raise ValueError(f"device {name!r} was asked for, but torch sees {gpus or 'no'} GPUs here")

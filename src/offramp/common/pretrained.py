@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "pretrained"
+DEFAULT_BACKBONE = "timm/tf_efficientnet_lite0"  # whose params come with offramp[backbones]
 MANIFEST, CARD = "bundle.json", "model.json"
 
 

@@ -1,6 +1,6 @@
 """Registries: names for things that a configuration or the command line asks for, open to everybody.
 
-Networks, weightings, objectives, data sets, augmentations and optimisers each have one, beside what they name.
+Networks, weightings, objectives, forks, data sets, augmentations and optimisers each have one, beside what they name.
 Entries add themselves when their module is imported; a user's own module is imported by `load_plugin` (`--import`).
 Every process that builds things by name must import it: `loaded` lists what this one has, so that a process started
 from here can do the same, and so that printed commands can repeat it.

@@ -1,37 +1,33 @@
-"""Data sets by name: `load_dataset("digits")`, `"cifar10"`, `"cifar100"`, `"imagefolder"`, or one of your own."""
+"""Data sets by name: `load_dataset("digits")`, `"cifar10"`, `"cifar100"`, `"imagefolder"`, or one of your own.
+
+Names are imported on first use: listing a folder's files (listing.py) needs no torch.
+"""
 
 from __future__ import annotations
 
-import inspect
-from pathlib import Path
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from offramp.common.names import unknown
-from offramp.data import cifar, digits, imagefolder
-from offramp.data.augment import AUGMENTATIONS
-from offramp.data.dataset import DATASETS, SPLITS, ArrayDataset, Batch, Dataset, Split
+if TYPE_CHECKING:
+    from offramp.data.dataset import (
+        DATASETS,
+        SPLITS,
+        ArrayDataset,
+        Batch,
+        Dataset,
+        Split,
+        prepared_for,
+        preprocessing_of,
+    )
+    from offramp.data.loading import load_dataset
+
+_REGISTERED = ("DATASETS", "load_dataset")  # from where ours are registered
 
 
-def load_dataset(
-    name: str, *, data_dir: str | Path | None = None, seed: int = 0, augmentation: str | None = None, **options: Any
-) -> Dataset:
-    """Load a data set; `options` are those of its loader, such as `calibration` or `imbalance`.
-
-    `augmentation` names what is done to training batches in place of what the data set does itself.
-    """
-    loader = DATASETS[name]
-    known = inspect.signature(loader).parameters
-    allowed = [p for p in known if p not in ("seed", "data_dir")]
-    for key in options:
-        if key not in allowed:
-            raise ValueError(unknown(f"option of data set {name!r}", key, allowed))
-    if "data_dir" in known:
-        options["data_dir"] = data_dir
-    replaced = None if augmentation is None else AUGMENTATIONS[augmentation]
-    data = loader(seed=seed, **options)
-    if replaced is not None:
-        data.augmentation = replaced
-    return data
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'offramp.data' has no attribute {name!r}")
+    return getattr(import_module(f"offramp.data.{'loading' if name in _REGISTERED else 'dataset'}"), name)
 
 
 __all__ = [
@@ -41,8 +37,7 @@ __all__ = [
     "Batch",
     "Dataset",
     "Split",
-    "cifar",
-    "digits",
-    "imagefolder",
     "load_dataset",
+    "prepared_for",
+    "preprocessing_of",
 ]

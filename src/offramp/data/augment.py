@@ -2,13 +2,16 @@
 
 An augmentation is called as `augmentation(images, draw)` with uint8 images [n, c, h, w] and a `torch.Generator`, and
 returns as many images of the same size. `data.augmentation` names one; without, each data set has its own.
+`data.augmentation_options` are further arguments of it. Those of photos.py run in workers, on one photo each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +20,30 @@ from torch import Tensor
 from offramp.common.registry import Registry
 
 Augmentation = Callable[[Tensor, torch.Generator], Tensor]
-AUGMENTATIONS: Registry[Augmentation] = Registry("augmentation")
-register_augmentation = AUGMENTATIONS.register  # a function called as `augmentation(images, draw)`
+AUGMENTATIONS: Registry[Callable[..., Any]] = Registry("augmentation")
+register_augmentation = AUGMENTATIONS.register  # a function called as `augmentation(images, draw, **options)`
+
+
+def runs_in_workers(augmentation: object) -> bool:
+    """Whether it is for single photos, in the workers that read them, and not for batches on the device."""
+    return bool(getattr(augmentation, "in_workers", False))
+
+
+def keeps_photos(augmentation: object) -> bool:
+    """Whether it is for photos that are read once and lie on the device."""
+    return bool(getattr(augmentation, "keeps_photos", False))
+
+
+def new_augmentation(name: str, options: Mapping[str, Any]) -> Any:
+    """The augmentation of this name, with its options."""
+    entry = AUGMENTATIONS[name]
+    try:
+        if runs_in_workers(entry) or keeps_photos(entry):
+            return entry(**options)
+        inspect.signature(entry).bind(None, None, **options)
+    except TypeError as error:
+        raise ValueError(f"data.augmentation_options do not fit the augmentation {name!r}: {error}") from error
+    return partial(entry, **options) if options else entry
 
 
 @dataclass(frozen=True)

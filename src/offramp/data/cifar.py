@@ -1,8 +1,8 @@
-"""CIFAR-10 and CIFAR-100 from their original python files, optionally long-tailed.
+"""CIFAR-10 and CIFAR-100 from their original python files, optionally long-tailed, fewer or with wrong labels.
 
 The files are pickles: each is checked against its published md5 before it is opened, and read with an
 unpickler that knows nothing but the numpy arrays inside. A calibration split is taken first, the long tail
-from what is left.
+or the few images to train on from what is left; only their labels are made wrong.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from offramp.data.augment import ShiftFlip
 from offramp.data.dataset import DATASETS, ArrayDataset, Split
-from offramp.data.splits import hold_out, long_tail
+from offramp.data.splits import hold_out, long_tail, with_noise
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,13 @@ def load_cifar(
     seed: int = 0,
     calibration: int = 5_000,
     imbalance: float | None = None,
+    train: int | None = None,
+    label_noise: float = 0.0,
     download: bool = False,
 ) -> ArrayDataset:
     """Read `cifar10` or `cifar100` from `data_dir`; `download` fetches it there first if it is missing."""
+    if train is not None and imbalance is not None:
+        raise ValueError("data.train keeps as many images of every class, data.imbalance does not; leave one out")
     source = SOURCES[name]
     if data_dir is None:
         raise ValueError(f"{name} needs a data directory: give --data-dir the folder that holds {source.folder}/")
@@ -98,14 +102,16 @@ def load_cifar(
     kept, held = hold_out(labels, calibration, seed, "calibration")
     if imbalance is not None:
         kept = kept[long_tail(labels[kept], imbalance, seed)]
+    if train not in (None, len(kept)):
+        kept = kept[hold_out(labels[kept], train, seed, "train")[1]]
+    names = tuple(str(n) for n in _read(folder / source.meta[0], source.meta[1])[source.names_key])
     test_images, test_labels = _read_all(folder, source.test, source.label_key)
     splits = {
-        "train": Split(images[kept], labels[kept], kept),
+        "train": Split(images[kept], with_noise(labels[kept], label_noise, len(names), seed), kept),
         "calibration": Split(images[held], labels[held], held),
         "test": Split(test_images, test_labels, np.arange(len(test_labels))),
     }
-    names = tuple(str(n) for n in _read(folder / source.meta[0], source.meta[1])[source.names_key])
-    return ArrayDataset(name, names, splits, source.mean, source.std, ShiftFlip(pad=4, flip=True))
+    return ArrayDataset(name, names, splits, source.mean, source.std, ShiftFlip(pad=4, flip=True), label_noise)
 
 
 def _read_all(folder: Path, files: dict[str, str], label_key: str) -> tuple[np.ndarray, np.ndarray]:

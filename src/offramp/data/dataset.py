@@ -7,19 +7,22 @@ A loader is registered by name and called as `loader(seed=..., **options)`, with
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from offramp.common.files import short_digest
-from offramp.common.images import Preprocessing
+from offramp.common.generators import generator
+from offramp.common.images import Interpolation, Preprocessing
 from offramp.common.registry import Registry
-from offramp.common.seeds import generator, mix
+from offramp.common.seeds import mix
 from offramp.data.augment import Augmentation, normalise
 
 SPLITS = ("train", "calibration", "test")
@@ -42,6 +45,7 @@ class Dataset(ABC):
     image_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    interpolation: Interpolation = "bilinear"
     augmentation: Augmentation | None  # of training batches on the device; None: whoever reads the images does it
 
     @property
@@ -56,7 +60,13 @@ class Dataset(ABC):
     @property
     def preprocessing(self) -> Preprocessing:
         """How an image from elsewhere becomes one of these."""
-        return Preprocessing(self.image_size, self.image_size, self.mean, self.std)
+        return Preprocessing(self.image_size, self.image_size, self.mean, self.std, self.interpolation)
+
+    def prepared_as(self, preprocessing: Preprocessing) -> Dataset:
+        """The same samples, prepared as a network or a bundle wants them; what cannot be done is a ValueError."""
+        if preprocessing != self.preprocessing:
+            raise ValueError(f"{self.name} prepares its images in its own way, not as the network asks")
+        return self
 
     @abstractmethod
     def size(self, split: str) -> int:
@@ -87,6 +97,12 @@ class Dataset(ABC):
     def thumbnails(self, split: str, rows: np.ndarray) -> np.ndarray:
         """The images at `rows` of a split, uint8 [n, height, width, 3], for people to look at."""
 
+    def some_thumbnails(self, split: str, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """A random handful of images to look at, and their numbers of `index`."""
+        draw = np.random.default_rng(mix("thumbs", split))
+        rows = np.sort(draw.permutation(self.size(split))[:count])
+        return self.thumbnails(split, rows), self.index(split)[rows]
+
     def steps_per_epoch(self, batch_size: int) -> int:
         """An epoch is floor(N / B) full batches; the rest comes first in the next shuffle's place."""
         steps = self.size("train") // batch_size
@@ -100,6 +116,28 @@ class Dataset(ABC):
 
 DATASETS: Registry[Callable[..., Dataset]] = Registry("data set")
 register_dataset = DATASETS.register  # a loader, called as `loader(seed=..., **options)`
+
+
+def preprocessing_of(network: Any) -> Preprocessing | None:
+    """How a network wants its images prepared, if it says so: a module of that name is something else."""
+    own = getattr(network, "preprocessing", None)
+    return own if isinstance(own, Preprocessing) else None
+
+
+def prepared_for(network: Any, data: Dataset, image_size: int | None = None) -> Dataset:
+    """Data as a network wants its images prepared, where it says so (`network.preprocessing`); else as they are.
+
+    `image_size` is what the data were asked for, if anything.
+    """
+    own = preprocessing_of(network)
+    if own is None:
+        return data
+    if image_size not in (None, own.size):
+        raise ValueError(
+            f"data.image_size is {image_size}, but the network takes images of {own.size} pixels; leave it out, or set "
+            f"model.overrides.image_size={image_size}"
+        )
+    return data.prepared_as(own)
 
 
 class Shuffle:
@@ -137,7 +175,10 @@ class Split:
 
 
 class ArrayDataset(Dataset):
-    """A data set small enough to live on the device: shuffling, augmentation and normalisation happen there."""
+    """A data set small enough to live on the device: shuffling, augmentation and normalisation happen there.
+
+    `label_noise` is the share of training labels that were made wrong, if any.
+    """
 
     def __init__(
         self,
@@ -147,11 +188,31 @@ class ArrayDataset(Dataset):
         mean: tuple[float, ...],
         std: tuple[float, ...],
         augmentation: Augmentation | None = None,
+        label_noise: float = 0.0,
     ) -> None:
         self.name, self.class_names, self.splits = name, class_names, splits
-        self.mean, self.std, self.augmentation = mean, std, augmentation
+        self.mean, self.std, self.augmentation, self.label_noise = mean, std, augmentation, label_noise
         self.image_size = int(splits["train"].images.shape[-1])
         self._tensors: dict[tuple[torch.device, str], tuple[Tensor, Tensor]] = {}
+
+    @property
+    def identity(self) -> str:
+        own = super().identity
+        return short_digest([own, f"label noise {self.label_noise!r}"]) if self.label_noise else own
+
+    def prepared_as(self, preprocessing: Preprocessing) -> ArrayDataset:
+        """The same arrays under another mean and std; they have their size, and nothing is cut off them."""
+        if preprocessing.size != self.image_size:
+            raise ValueError(
+                f"the network takes images of {preprocessing.size} pixels, those of {self.name} have {self.image_size}"
+            )
+        other = copy.copy(self)
+        other.mean, other.std, other.interpolation = (
+            preprocessing.mean,
+            preprocessing.std,
+            preprocessing.interpolation,
+        )
+        return other
 
     def size(self, split: str) -> int:
         return len(self.splits[split].labels)

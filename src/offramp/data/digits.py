@@ -8,15 +8,17 @@ split is the same for all seeds.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from offramp.common.seeds import generator
+from offramp.common.generators import generator
 from offramp.data.augment import ShiftFlip
 from offramp.data.dataset import ArrayDataset, Split, register_dataset
-from offramp.data.splits import hold_out
+from offramp.data.splits import hold_out, with_noise
 
 SIZE = 32
 CLUTTER = 4  # at most so many pieces of other digits
@@ -25,8 +27,10 @@ CHUNK = 4096
 
 
 @register_dataset("digits")
-def load_digits(seed: int = 0, train: int = 6_000, calibration: int = 2_000, test: int = 4_000) -> ArrayDataset:
-    """Draw the three splits; the numbers say how many images each holds."""
+def load_digits(
+    seed: int = 0, train: int = 6_000, calibration: int = 2_000, test: int = 4_000, label_noise: float = 0.0
+) -> ArrayDataset:
+    """Draw the three splits; the numbers say how many images each holds, and what share is trained on wrong labels."""
     _check_sizes(train=train, test=test)
     scans, labels = _scans()
     rows = split_scans(labels, seed, calibration / (train + calibration))
@@ -35,8 +39,10 @@ def load_digits(seed: int = 0, train: int = 6_000, calibration: int = 2_000, tes
         "calibration": _draw_split(scans, labels, rows["calibration"], calibration, ("calibration", seed)),
         "test": _draw_split(scans, labels, rows["test"], test, ("test", 0)),
     }
+    drawn = splits["train"]
+    splits["train"] = replace(drawn, labels=with_noise(drawn.labels, label_noise, 10, seed))
     names = tuple(str(d) for d in range(10))
-    return ArrayDataset("digits", names, splits, (0.5,) * 3, (0.25,) * 3, ShiftFlip(pad=2))
+    return ArrayDataset("digits", names, splits, (0.5,) * 3, (0.25,) * 3, ShiftFlip(pad=2), label_noise)
 
 
 def split_scans(labels: np.ndarray, seed: int, calibration_share: float) -> dict[str, np.ndarray]:

@@ -1,18 +1,17 @@
-"""Images in ImageNet's layout, `DIR/train/CLASS/...` and `DIR/val/CLASS/...`, read by worker processes.
+"""A folder of images (listing.py) as a data set, read by worker processes.
 
-Without `val/` every class gives a fifth of its images (at least one, drawn by the seed) as test split; without
-`train/` the class folders lie in DIR itself. Workers give uint8 images; normalisation happens on the device.
-Each sample's augmentation follows from the seed and its place in the stream, whatever the number of workers.
-An unreadable image is named, counted and passed over; more than one, and one in a hundred, stops the run.
+Workers give uint8 images; normalisation happens on the device. Each sample's augmentation follows from the seed and
+its place in the stream, whatever the number of workers.
 """
 
 from __future__ import annotations
 
-import logging
+import copy
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,42 +22,20 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from offramp.common.files import short_digest
-from offramp.common.images import (
-    MAX_PIXELS,
-    SUFFIXES,
-    Preprocessing,
-    UnreadableImage,
-    image_files,
-    quiet_pillow,
-    read_image,
-)
-from offramp.common.seeds import generator, mix
+from offramp.common.generators import generator
+from offramp.common.images import MAX_PIXELS, Preprocessing, UnreadableImage, quiet_pillow, read_image
+from offramp.common.seeds import mix
 from offramp.data.augment import normalise
 from offramp.data.dataset import Batch, Dataset, Shuffle, register_dataset
-from offramp.data.splits import hold_out, hold_out_share
-
-log = logging.getLogger("offramp")
+from offramp.data.device_photos import DeviceCrop
+from offramp.data.listing import FileSplit, FolderListing, Unreadable, list_folder
+from offramp.data.photos import PhotoAugmentation, Transform
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
-TEST_SHARE = 0.2
-CALIBRATION_SHARE = 0.1
-ALLOWED_UNREADABLE = 0.01
 THUMB = 64
+READ = 256  # photos at a time, where all of them are read
 MOST_WORKERS = 4  # unless more are asked for
-
-
-@dataclass(frozen=True)
-class FileSplit:
-    """Paths with labels, and their numbers in the folder's sorted list."""
-
-    paths: tuple[Path, ...]
-    labels: np.ndarray
-    index: np.ndarray
-
-    def take(self, rows: np.ndarray) -> FileSplit:
-        return FileSplit(tuple(self.paths[r] for r in rows), self.labels[rows], self.index[rows])
 
 
 @register_dataset("imagefolder")
@@ -74,53 +51,14 @@ def load_imagefolder(
 
     `calibration` None holds out a tenth of every class, `workers` None takes as many as there are cores, four at most.
     """
-    if data_dir is None or not Path(data_dir).is_dir():
-        raise ValueError(f"imagefolder needs a data directory with a folder per class, got {data_dir}")
-    root = Path(data_dir)
-    if (root / "val").is_dir() and not (root / "train").is_dir():
-        raise ValueError(f"{root} has val/ but no train/; put the training images under train/CLASS/")
-    train_root = root / "train" if (root / "train").is_dir() else root
-    names = _class_names(train_root)
-    train = _list_files(train_root, names)
-    listed = short_digest(path.relative_to(train_root).as_posix() for path in train.paths)
-    if (root / "val").is_dir():
-        test = _list_files(root / "val", names)
-    else:
-        kept, held = hold_out_share(train.labels, TEST_SHARE, seed, "test")
-        train, test = train.take(kept), train.take(held)
-    if calibration is None:
-        kept, held = hold_out_share(train.labels, CALIBRATION_SHARE, seed, "calibration")
-    else:
-        kept, held = hold_out(train.labels, calibration, seed, "calibration")
-    splits = {"train": train.take(kept), "calibration": train.take(held), "test": test}
-    return ImageFolderDataset(names, splits, image_size, usable_workers(workers), listed, max_pixels)
+    listed = list_folder(data_dir, seed, calibration)
+    own = Preprocessing(image_size, round(image_size * 256 / 224), MEAN, STD)
+    return ImageFolderDataset(listed, own, usable_workers(workers), max_pixels)
 
 
 def usable_workers(asked: int | None) -> int:
     """As many as asked for; else one for every core, four at most."""
     return min(MOST_WORKERS, os.cpu_count() or 1) if asked is None else asked
-
-
-def _class_names(root: Path) -> tuple[str, ...]:
-    names = tuple(sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")))
-    if len(names) < 2:
-        raise ValueError(f"{root} needs a folder for each of at least two classes, found {len(names)}")
-    return names
-
-
-def _list_files(root: Path, names: tuple[str, ...]) -> FileSplit:
-    strangers = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name not in names and p.name[0] != ".")
-    if strangers:
-        raise ValueError(f"{root} has the class {strangers[0]!r}, which the training folder does not have")
-    paths: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(names):
-        found = image_files(root / name)
-        if not found:
-            raise ValueError(f"{root / name} holds no images ({', '.join(sorted(SUFFIXES))})")
-        paths += found
-        labels += [label] * len(found)
-    return FileSplit(tuple(paths), np.array(labels, np.int64), np.arange(len(paths)))
 
 
 def readable(path: Path, max_pixels: int) -> Image.Image | None:
@@ -131,30 +69,29 @@ def readable(path: Path, max_pixels: int) -> Image.Image | None:
         return None
 
 
-def _preprocessing(image_size: int) -> Preprocessing:
-    return Preprocessing(image_size, round(image_size * 256 / 224), MEAN, STD)
-
-
 @dataclass(frozen=True)
 class Request:
-    """One sample asked of a worker: its row, whether to train on it, and the seed of its augmentation there, if any."""
+    """One sample asked of a worker: its row, whether to train on it, and the seed of its augmentation there, if any.
+
+    With a `side` the photo is squeezed whole to a square of it.
+    """
 
     row: int
     training: bool = False
     seed: int | None = None
+    side: int | None = None
 
 
-class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
-    """Runs in the workers: request -> (uint8 image, row used, row that was unreadable or -1)."""
+class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int, float]]):
+    """Runs in the workers: request -> (uint8 image, row used, row that was unreadable or -1, width / height)."""
 
-    def __init__(self, split: FileSplit, image_size: int, max_pixels: int) -> None:
-        from torchvision.transforms import v2
+    def __init__(
+        self, split: FileSplit, preprocessing: Preprocessing, max_pixels: int, augmentation: PhotoAugmentation
+    ) -> None:
+        self.split, self.preprocessing, self.max_pixels = split, preprocessing, max_pixels
+        self.image_size, self.augmentation = preprocessing.size, augmentation
 
-        self.split, self.image_size, self.max_pixels = split, image_size, max_pixels
-        self.augment = v2.Compose([v2.RandomResizedCrop(image_size), v2.RandomHorizontalFlip()])
-        self.preprocessing = _preprocessing(image_size)
-
-    def __getitem__(self, request: Request) -> tuple[Tensor, int, int]:
+    def __getitem__(self, request: Request) -> tuple[Tensor, int, int, float]:
         image = readable(self.split.paths[request.row], self.max_pixels)
         unreadable = -1 if image else request.row
         row = request.row
@@ -165,15 +102,22 @@ class _Reader(torch.utils.data.Dataset[tuple[Tensor, int, int]]):
             image = readable(self.split.paths[row], self.max_pixels)
         if image is None:
             image = Image.new("RGB", (self.image_size, self.image_size))
-        return self._transform(image, request.seed), row, unreadable
+        return self._transform(image, request), row, unreadable, image.width / image.height
 
-    def _transform(self, image: Image.Image, seed: int | None) -> Tensor:
-        if seed is None:  # as a box without torch prepares it
+    def _transform(self, image: Image.Image, request: Request) -> Tensor:
+        if request.side is not None:
+            square = image.resize((request.side, request.side), Image.Resampling.BICUBIC)
+            return torch.from_numpy(np.array(square)).permute(2, 0, 1)
+        if request.seed is None:  # as a box without torch prepares it
             return torch.from_numpy(self.preprocessing.cut(image))
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            image = self.augment(image)
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+            torch.manual_seed(request.seed)
+            return self._augmented(image)
+
+    @cached_property
+    def _augmented(self) -> Transform:
+        """Made where it is used: a worker is sent what is asked for, not what does it."""
+        return self.augmentation.transform(self.image_size, self.preprocessing.mean)
 
 
 def _begin_worker(worker: int) -> None:
@@ -183,61 +127,39 @@ def _begin_worker(worker: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # they leave when the parent does
 
 
-class Unreadable:
-    """Counts the unreadable images of a folder, each once, and stops the run when there are too many."""
-
-    def __init__(self, images: int, max_pixels: int) -> None:
-        self.images, self.max_pixels = images, max_pixels  # of the whole folder, whichever split they are in
-        self.paths: dict[Path, str] = {}  # and why
-
-    def note(self, paths: Iterable[Path]) -> None:
-        for path in paths:
-            if path not in self.paths:
-                self.paths[path] = self._why(path)
-                log.warning("unreadable image passed over (%d so far): %s: %s", len(self.paths), path, self.paths[path])
-        if len(self.paths) > max(1, ALLOWED_UNREADABLE * self.images):
-            last, why = list(self.paths.items())[-1]
-            raise ValueError(
-                f"{len(self.paths)} images are unreadable, more than {ALLOWED_UNREADABLE:.0%} of {self.images:,}; the "
-                f"last one is {last}: {why}. Repair or remove them before training, or allow larger ones with "
-                "data.max_pixels"
-            )
-
-    def _why(self, path: Path) -> str:
-        """A worker found it unreadable; here it is tried once more, for the reason."""
-        try:
-            read_image(path, self.max_pixels)
-        except UnreadableImage as error:
-            return str(error)
-        return "it could not be read a moment ago"
-
-
 class ImageFolderDataset(Dataset):
     """An image folder in three splits."""
 
     def __init__(
-        self,
-        class_names: tuple[str, ...],
-        splits: dict[str, FileSplit],
-        image_size: int,
-        workers: int,
-        listed: str,
-        max_pixels: int = MAX_PIXELS,
+        self, listed: FolderListing, preprocessing: Preprocessing, workers: int, max_pixels: int = MAX_PIXELS
     ) -> None:
-        self.name, self.class_names, self.splits, self.listed = "imagefolder", class_names, splits, listed
-        self.image_size, self.workers, self.mean, self.std = image_size, workers, MEAN, STD
-        self.max_pixels = max_pixels
-        self.augmentation = None  # the workers crop and mirror
-        self.unreadable = Unreadable(sum(map(self.size, splits)), max_pixels)
+        self.name, self.class_names, self.splits, self.listed = "imagefolder", listed.class_names, listed.splits, listed
+        self.workers, self.max_pixels = workers, max_pixels
+        self.augmentation = None  # the workers do it
+        self.photo_augmentation = PhotoAugmentation()
+        self.device_crop: DeviceCrop | None = None  # instead: photos are read once and lie on the device
+        self._kept: dict[tuple[Any, ...], list[tuple[Tensor, ...]]] = {}
+        self.unreadable = Unreadable(listed.images, max_pixels)
+        self._take(preprocessing)
+
+    def _take(self, own: Preprocessing) -> None:
+        self._preprocessing, self.image_size, self.mean, self.std = own, own.size, own.mean, own.std
 
     @property
     def identity(self) -> str:
         """Of the training folder's files too: with one more or one less, others are held out."""
-        return short_digest([*self.class_names, self.listed])
+        return self.listed.identity
 
     @property
     def preprocessing(self) -> Preprocessing:
-        return _preprocessing(self.image_size)
+        return self._preprocessing
+
+    def prepared_as(self, preprocessing: Preprocessing) -> ImageFolderDataset:
+        """The same files, cut, resized, interpolated and normalised as told."""
+        other = copy.copy(self)
+        other._take(preprocessing)
+        other._kept = {}
+        return other
 
     def size(self, split: str) -> int:
         return len(self.splits[split].paths)
@@ -245,6 +167,9 @@ class ImageFolderDataset(Dataset):
     def stream(
         self, batch_size: int, seed: int, device: torch.device, start: int = 0, places: Tensor | None = None
     ) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.device_crop is not None:
+            yield from self._crops(self.device_crop, batch_size, seed, device, start, places)
+            return
         mine = range(batch_size) if places is None else places.tolist()
         shuffle = Shuffle(self.size("train"), seed, torch.device("cpu"))
 
@@ -256,7 +181,7 @@ class ImageFolderDataset(Dataset):
                 draws = [mix(seed, "augment", step, at) if in_workers else None for at in mine]
                 yield [Request(rows[at], True, draw) for at, draw in zip(mine, draws, strict=True)]
 
-        for step, (images, labels, _) in enumerate(self._load("train", requests(), device), start):
+        for step, (images, labels, *_) in enumerate(self._load("train", requests(), device), start):
             if self.augmentation is not None:
                 images = self.augmentation(images, generator(seed, "augment", step, mine[0], device=device))
             yield normalise(images, self.mean, self.std), labels
@@ -267,7 +192,10 @@ class ImageFolderDataset(Dataset):
             [Request(row) for row in everything[at : at + batch_size]] for at in range(0, len(everything), batch_size)
         ]
         index = torch.from_numpy(self.splits[split].index)
-        for images, labels, rows in self._load(split, requests, device):
+        loaded = self._load(split, requests, device)
+        if self.device_crop is not None and split == "calibration":  # seen again after every epoch
+            loaded = iter(self._keep((split, batch_size, device), loaded))
+        for images, labels, rows, _ in loaded:
             yield Batch(normalise(images, self.mean, self.std), labels, index[rows])
 
     def index(self, split: str) -> np.ndarray:
@@ -281,12 +209,40 @@ class ImageFolderDataset(Dataset):
                 thumbs[at] = np.array(ImageOps.fit(image, (THUMB, THUMB)))
         return thumbs
 
-    def _load(self, split: str, requests: Any, device: torch.device) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """uint8 images, labels and rows; unreadable images are left out of a sweep."""
+    def _crops(
+        self,
+        crop: DeviceCrop,
+        batch_size: int,
+        seed: int,
+        device: torch.device,
+        start: int,
+        places: Tensor | None,
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Training batches of photos that lie on the device."""
+        side, rows = crop.side(self.image_size), range(self.size("train"))
+        requests = [[Request(row, True, side=side) for row in rows[at : at + READ]] for at in range(0, len(rows), READ)]
+        parts = self._keep(("train", side, device), self._load("train", requests, device))
+        squares, labels, _, widths = (torch.cat(each) for each in zip(*parts, strict=True))
+        mine = slice(None) if places is None else places.to(device)
+        shuffle, draw = Shuffle(len(labels), seed, device), torch.Generator(device=device)
+        for step in count(start):
+            chosen = shuffle.rows(step * batch_size, batch_size)
+            draw.manual_seed(mix(seed, "augment", step))
+            images = crop(squares[chosen], widths[chosen], self.image_size, draw)
+            yield normalise(images[mine], self.mean, self.std), labels[chosen][mine]
+
+    def _keep(self, key: tuple[Any, ...], loaded: Iterator[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        """What was loaded under this key, read the first time only."""
+        if key not in self._kept:
+            self._kept[key] = list(loaded)
+        return self._kept[key]
+
+    def _load(self, split: str, requests: Any, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+        """uint8 images, labels, rows, and how many times as wide as high; unreadable ones are left out of a sweep."""
         part = self.splits[split]
         cuda = device.type == "cuda"
         loader = DataLoader(
-            _Reader(part, self.image_size, self.max_pixels),
+            _Reader(part, self._preprocessing, self.max_pixels, self.photo_augmentation),
             batch_sampler=requests,
             num_workers=self.workers,
             pin_memory=cuda,
@@ -294,10 +250,12 @@ class ImageFolderDataset(Dataset):
             generator=torch.Generator(),  # else it draws from the global one
         )
         labels = torch.from_numpy(part.labels)
-        for images, rows, bad in loader:
+        for images, rows, bad, widths in loader:
             self.unreadable.note(part.paths[row] for row in bad[bad >= 0].tolist())
             readable = rows != bad
             if not bool(readable.all()):
-                images, rows = images[readable], rows[readable]
+                images, rows, widths = images[readable], rows[readable], widths[readable]
             if len(rows):
-                yield images.to(device, non_blocking=True), labels[rows].to(device, non_blocking=True), rows
+                here = (part.to(device, non_blocking=True) for part in (images, labels[rows], widths.float()))
+                seen, known, wide = here
+                yield seen, known, rows, wide

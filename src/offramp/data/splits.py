@@ -1,4 +1,4 @@
-"""Which samples are held out: by class, by seed, and the same number (give or take one) of every class."""
+"""Which samples are held out or kept, by class and by seed; and labels that are made wrong."""
 
 from __future__ import annotations
 
@@ -56,3 +56,14 @@ def long_tail(labels: np.ndarray, imbalance: float, seed: int) -> np.ndarray:
             raise ValueError(f"imbalance {imbalance:g} leaves class {c} without samples")
         kept.append(draw.permutation(np.flatnonzero(labels == c))[: min(size, available)])
     return np.sort(np.concatenate(kept))
+
+
+def with_noise(labels: np.ndarray, share: float, num_classes: int, seed: int) -> np.ndarray:
+    """Labels of which a share, drawn by the seed, are those of another class, each of them equally likely."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"label_noise must lie between 0 and 1, got {share}")
+    draw = np.random.default_rng(mix(seed, "label noise"))
+    rows = draw.permutation(len(labels))[: round(share * len(labels))]
+    noisy = labels.copy()
+    noisy[rows] = (labels[rows] + draw.integers(1, num_classes, len(rows))) % num_classes
+    return noisy

@@ -62,7 +62,7 @@ def fit(
     out: str | Path,
     request: PolicyRequest | None = None,
     *,
-    format: str = "torch",
+    format: str | None = None,
     settings: tuple[str, ...] = (),
     device: str = "auto",
 ) -> Fitted:
@@ -90,9 +90,9 @@ def _tested(run: Path, policies: Policies) -> Outcome:
     return outcome(given, policies.policy.thresholds, policies.costs)
 
 
-def _refuse_mistakes(source: str, out: Path, bundle: Path, format: str) -> None:
+def _refuse_mistakes(source: str, out: Path, bundle: Path, format: str | None) -> None:
     """What would only be found out after training is found out before."""
-    if format not in FORMATS:
+    if format not in (None, *FORMATS):
         raise ValueError(unknown("bundle format", format, FORMATS))
     if bundle.exists() and not is_bundle(bundle):
         raise ValueError(f"{bundle} is there and is not a bundle; choose another --out")

@@ -50,7 +50,7 @@ class PolicyRequest:
             raise ValueError(f"budget_ms must be above 0, got {self.budget_ms:g}")
 
 
-def calibrate_run(
+def calibrate(
     run: str | Path,
     request: PolicyRequest | None = None,
     *,
@@ -62,6 +62,7 @@ def calibrate_run(
 ) -> Policies:
     """Find the policy asked for, and both families around it, and write them to `RUN/policy.json` or `out`.
 
+    `run` is any folder that was evaluated: a run, a saved model, or what `offramp.evaluate` wrote.
     `lazy` counts what each exit costs if it runs only what its own head needs; the network then runs that way.
     """
     summary = read_summary(run)
@@ -70,13 +71,16 @@ def calibrate_run(
         raise ValueError(f"{run} was evaluated by an older version; run: offramp eval {run}")
     saved = read_outputs(run, "calibration")
     milliseconds = None if times is None else stage_times(read_json(times), len(costs))
-    found = calibrate(saved, costs, request or PolicyRequest(), measure, temperature, milliseconds)
+    found = find_policies(saved, costs, request or PolicyRequest(), measure, temperature, milliseconds)
     found = replace(found, schedule="lazy" if lazy else "eager")
     write_policies(Path(run) / POLICY if out is None else out, found)
     return found
 
 
-def calibrate(
+calibrate_run = calibrate  # its name from before it took folders of other loops too
+
+
+def find_policies(
     saved: SavedOutputs,
     costs: Sequence[int],
     request: PolicyRequest,

@@ -3,6 +3,6 @@
 Importing any module of this room registers our networks.
 """
 
-from offramp.models import collaboration, msdnet, ranet
+from offramp.models import cascade, collaboration, msdnet, ranet
 
-__all__ = ["collaboration", "msdnet", "ranet"]
+__all__ = ["cascade", "collaboration", "msdnet", "ranet"]

@@ -3,9 +3,13 @@
 A trained network is frozen; new linear heads on its pooled features f_k are trained:
 
     h_1 = Lin(f_1);   c_k = ReLU(BN(Lin(h_k)));   h_{k+1} = Lin([f_{k+1}, c_k])
+
+Here gradients do flow from a classifier to the one before it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +37,7 @@ def _linear(head: nn.Module) -> nn.Linear | None:
 
 
 class CollaborativeNet(ExitNet):
-    """`base` without its linear classifiers, frozen, under collaborating ones; the state carries h_k last."""
+    """`base` without its linear classifiers, frozen, under collaborating ones; the state carries h_k."""
 
     def __init__(self, base: ExitNet) -> None:
         super().__init__(base.num_exits, base.input_shape)
@@ -64,24 +68,40 @@ class CollaborativeNet(ExitNet):
         self.base.eval()
         return self
 
-    def advance(self, k: int, state: State) -> tuple[Tensor, State]:
-        inner, before = (state[:-1], state[-1]) if k > 1 else (state, None)
-        feature, onward = self.base_feature(k, inner)
-        return self.heard(k, feature, before), onward
+    @property
+    def carries(self) -> bool:
+        return True
 
-    def base_feature(self, k: int, state: State) -> tuple[Tensor, State]:
+    def advance(self, k: int, state: State) -> tuple[Tensor, State]:
         """f_k, which the frozen network alone decides."""
         x, onward = self.base.advance(k, state)
         return self.base.heads[k - 1].features(x), onward  # type: ignore[operator]
 
-    def heard(self, k: int, feature: Tensor, before: Tensor | None) -> Tensor:
-        """What the k-th classifier sees: f_k and, behind it, what the one before says."""
-        return feature if before is None else torch.cat([feature, self.passes[k - 2](before)], dim=1)
-
-    def step(self, k: int, state: State) -> tuple[Tensor, State]:
-        feature, onward = self.advance(k, state)
-        logits = self.heads[k - 1](feature)
-        return logits, (*onward, logits) if k < self.num_exits else ()
+    def answer(self, k: int, feature: Tensor, before: Tensor | None) -> Tensor:
+        """h_k, from f_k and what the classifier before it says."""
+        seen = feature if before is None else torch.cat([feature, self.passes[k - 2](before)], dim=1)
+        return self.heads[k - 1](seen)
 
 
-WRAPPERS.add("collaboration", CollaborativeNet)
+@WRAPPERS.register("collaboration")
+def _collaborating(model: ExitNet, wanted: Any) -> ExitNet:
+    if wanted is not True:
+        raise ValueError(f"collaboration must be true or false, got {wanted!r}")
+    refuse_both(model)
+    return CollaborativeNet(model)
+
+
+@WRAPPERS.register("carry")
+def _carrying(model: ExitNet, share: Any) -> ExitNet:
+    """Boosted logits: each exit's answer is its own logits plus `share` times the answer before it."""
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ValueError(f"carry must be a number above 0 and up to 1, got {share!r}")
+    refuse_both(model)
+    model.carry = float(share)
+    return model
+
+
+def refuse_both(model: ExitNet) -> None:
+    """Two ways of passing answers on would not know of each other."""
+    if model.carries:
+        raise ValueError("carry and collaboration cannot go together: both pass on what the exit before answered")

@@ -64,7 +64,7 @@ _BEYOND_MACS: dict[Any, Callable[[Sequence[Any], Any], int]] = {
 }
 
 
-class _Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):
     """Adds up what runs under it; `params` holds the ids of the params that were read."""
 
     def __init__(self) -> None:
@@ -72,6 +72,11 @@ class _Meter(TorchDispatchMode):
         self.macs = 0
         self.beyond = 0
         self.params: dict[int, int] = {}
+
+    @property
+    def mul_adds(self) -> int:
+        """As the paper counts them."""
+        return self.macs + self.beyond
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -117,12 +122,12 @@ def _walk(model: ExitNet, shape: tuple[int, int, int]) -> tuple[ExitCost, ...]:
     twin = copy.deepcopy(model).to("meta").eval()
     state: State = (torch.empty(1, *shape, device="meta"),)
     costs = []
-    meter = _Meter()
+    meter = Meter()
     try:
         with torch.no_grad(), meter:
             for k in range(1, model.num_exits + 1):
                 _, state = twin.step(k, state)
-                costs.append(ExitCost(k, sum(meter.params.values()), meter.macs + meter.beyond, meter.macs))
+                costs.append(ExitCost(k, sum(meter.params.values()), meter.mul_adds, meter.macs))
     except RuntimeError as error:
         why = str(error).strip().splitlines()[0]
         raise ValueError(f"the network cannot take images of {shape[1]}x{shape[2]} pixels: {why}") from error

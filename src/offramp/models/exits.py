@@ -4,6 +4,9 @@ An `ExitNet` has K exits. Calling it gives the K logits; `step` walks it one sta
 between stages is a flat tuple of tensors whose first dimension is the batch, so finished samples can be
 dropped from it. The full forward *is* that walk, so the two agree bit for bit.
 
+The state may carry what the exit before answered. Then a head may read it, or an exit answers with its own logits plus
+`carry` times the earlier answer (boosted logits). No gradient flows back along that way.
+
 Where a feature is both read by a head and passed on, training may set `fork`: a function that changes what either of
 them gets, or which gradients come back.
 """
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from offramp.common.files import write_json
+from offramp.common.images import Preprocessing
 from offramp.models.weights import write_tensors
 
 State = tuple[Tensor, ...]
@@ -38,17 +42,33 @@ class ModelSpec:
         return asdict(self)
 
 
+def all_specs(spec: ModelSpec) -> list[ModelSpec]:
+    """A network's spec and, if it is made of whole networks, theirs; with `pretrained`, if that is asked for."""
+    members = [dict(member) for member in spec.overrides.get("members", ())]
+    asked = [dict(member.get("overrides", {})) | {"pretrained": member.get("pretrained", False)} for member in members]
+    inner = [ModelSpec(str(m["name"]), 0, overrides) for m, overrides in zip(members, asked, strict=True)]
+    return [spec, *(each for member in inner for each in all_specs(member))]
+
+
+def reads_before(head: nn.Module) -> bool:
+    """Whether a head is called with the logits of the exit before it too (None at the first exit)."""
+    return getattr(head, "reads_before", False)
+
+
 class ExitNet(nn.Module):
     """A classifier with `num_exits` exits over images of `input_shape` (channels, height, width)."""
 
     spec: ModelSpec | None = None
+    preprocessing: Preprocessing | None = None  # how its images are prepared, where that comes with the network
     schedule = "eager"
+    takes_forks = True  # whether a fork set here is asked at every exit
 
     def __init__(self, num_exits: int, input_shape: tuple[int, int, int]) -> None:
         super().__init__()
         self.num_exits = num_exits
         self.input_shape = input_shape
         self.heads = nn.ModuleList()
+        self.carry = 0.0
         self.fork: Fork | None = None
 
     def set_schedule(self, schedule: str) -> ExitNet:
@@ -57,17 +77,41 @@ class ExitNet(nn.Module):
             raise ValueError(f"this network is not made of cells, so it has no {schedule} schedule")
         return self
 
+    @property
+    def carries(self) -> bool:
+        """Whether each state ends with the logits of the exit before it."""
+        return bool(self.carry) or any(map(reads_before, self.heads))
+
     def advance(self, k: int, state: State) -> tuple[Tensor, State]:
-        """Run stage `k` without its head; give the feature that the head reads and the next state."""
+        """Run stage `k` without its head; give the feature that the head reads and the next state.
+
+        Neither state holds carried logits, and the given one is not changed in place.
+        """
         raise NotImplementedError
+
+    def answer(self, k: int, feature: Tensor, before: Tensor | None) -> Tensor:
+        """The logits of exit `k`, from its feature and, if they are carried, from the logits of the exit before."""
+        head = self.heads[k - 1]
+        logits = head(feature, before) if reads_before(head) else head(feature)
+        return logits + self.carry * before.detach() if self.carry and before is not None else logits
 
     def step(self, k: int, state: State) -> tuple[Tensor, State]:
         """Run stage `k` (1..K) on the state before it; give the logits of exit `k` and the next state.
 
         The state before stage 1 is `(images,)`.
         """
+        carries = self.carries
+        state, before = (state[:-1], state[-1]) if carries and k > 1 else (state, None)
         feature, state = self.advance(k, state)
-        return self.heads[k - 1](feature), state
+        logits = self.answer(k, feature, before)
+        return logits, (*state, logits) if carries and k < self.num_exits else state
+
+    def last(self, images: Tensor) -> Tensor:
+        """The logits of the last exit; inner heads run only if it depends on them."""
+        state: State = (images,)
+        for k in range(1, self.num_exits):
+            _, state = self.step(k, state) if self.carries else self.advance(k, state)
+        return self.step(self.num_exits, state)[0]
 
     def forked(self, k: int, feature: Tensor) -> tuple[Tensor, Tensor]:
         """The feature of exit `k` for its head and for what comes after; `fork` decides in training mode."""
@@ -103,7 +147,8 @@ class ExitNet(nn.Module):
         """A network of one's own.
 
         Stage k is called with the tensors that stage k-1 returned (stage 1: the images) and returns one
-        tensor or a tuple of tensors. Head k is called with the last of them and returns logits.
+        tensor or a tuple of tensors. Head k is called with the last of them and returns logits; a head with the
+        attribute `reads_before = True` is called with the logits of the exit before it too (None at exit 1).
         """
         return _PartsNet(stages, heads, input_shape)
 

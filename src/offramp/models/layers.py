@@ -59,17 +59,18 @@ class TwoBranch(nn.Module):
 
 
 class Head(nn.Module):
-    """Two 3x3 stride-2 conv-BN-ReLU, average pool 2, linear.
+    """Two 3x3 stride-2 conv-BN-ReLU, average pool 2, in training dropout, linear.
 
     `size` is the side of the feature map it reads; after both strides at least 2 pixels must be left.
     """
 
-    def __init__(self, channels: int, width: int, size: int, num_classes: int) -> None:
+    def __init__(self, channels: int, width: int, size: int, num_classes: int, dropout: float = 0.0) -> None:
         super().__init__()
         pooled = head_pixels(size)
         self.reduce = nn.Sequential(
             ConvBNReLU(channels, width, stride=2), ConvBNReLU(width, width, stride=2), nn.AvgPool2d(2)
         )
+        self.dropout = nn.Dropout(dropout)
         self.linear = nn.Linear(width * pooled * pooled, num_classes)
 
     def features(self, x: Tensor) -> Tensor:
@@ -77,7 +78,7 @@ class Head(nn.Module):
         return self.reduce(x).flatten(1)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(self.features(x))
+        return self.linear(self.dropout(self.features(x)))
 
 
 def head_pixels(size: int) -> int:

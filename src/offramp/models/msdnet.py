@@ -47,12 +47,14 @@ def msdnet(
     scales: int | None = None,
     stem: str = "cifar",
     head_width: int | None = 128,
+    head_dropout: float = 0.0,
     schedule: str = "eager",
 ) -> CellNet:
     """Build an MSDNet: `blocks` lists the layers of each block, one exit per block.
 
     `factors` holds the channel factor of each scale, finest first; `scales` takes only the first so many.
-    `head_width` None makes each head as wide as its input.
+    `head_width` None makes each head as wide as its input. `head_dropout` is the share of features that a head's
+    classifier does without in training.
     """
     factors = _first_scales(factors, scales)
     _check(blocks, base_width, growth, factors, stem)
@@ -71,7 +73,7 @@ def msdnet(
         width = _next_width(width, growth, dropped=first_out > first_in)
         if layer == ends[stage]:
             channels = width * factors[-1]
-            head = Head(channels, head_width or channels, sizes[-1], num_classes)
+            head = Head(channels, head_width or channels, sizes[-1], num_classes, head_dropout)
             heads.append((cell_name(layer, len(factors)), head))
     return CellNet(cells, heads, (3, image_size, image_size), schedule)
 

@@ -87,11 +87,13 @@ def ranet(
     layer_step: int = 2,
     compress: float = 0.25,
     head_width: int = 128,
+    head_dropout: float = 0.0,
     schedule: str = "eager",
 ) -> CellNet:
     """Build a RANet. `blocks`, `scales` and `factors` list the sub-networks from low to high resolution.
 
-    Block b has `layer_step` x b layers; `compress` is the share of new channels that comes from below.
+    Block b has `layer_step` x b layers; `compress` is the share of new channels that comes from below, `head_dropout`
+    that of features which a head's classifier does without in training.
     """
     _check(blocks, scales, factors, base_width, growth, layer_step, compress)
     size = _coarsest_size(image_size, scales)
@@ -103,7 +105,7 @@ def ranet(
         for block in range(1, count + 1):
             cells.extend(_block(sub, before, block, layer_step * block, compress, stage=len(heads)))
             if block > sub.fused_blocks:
-                heads.append((sub.x.cell, Head(sub.x.channels, head_width, size, num_classes)))
+                heads.append((sub.x.cell, Head(sub.x.channels, head_width, size, num_classes, head_dropout)))
         before = sub
     _initialise([c for c in cells if c.inputs != (INPUT,) and not c.name.startswith("base")], heads)
     return CellNet(cells, heads, (3, image_size, image_size), schedule)

@@ -12,6 +12,7 @@ import inspect
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,15 @@ from offramp.common.files import check_digests, read_json
 from offramp.common.names import unknown
 from offramp.common.pretrained import CARD, MANIFEST, bundle_folder, pretrained_names
 from offramp.common.registry import Registry
+from offramp.models.backbones import CutNet
 from offramp.models.exits import CONFIG, WEIGHTS, ExitNet, ModelSpec
-from offramp.models.weights import load_tensors, read_tensors
+from offramp.models.libraries import IMAGENET_CLASSES, build_library_model, is_library_name, libraries_with
+from offramp.models.weights import load_matching, load_tensors, read_params, read_tensors
 from offramp.runs.manifest import refuse_damaged_network
 
+PRETRAINED = "pretrained"  # a builder's argument that is no override: params do not belong to what a network is
 Builder = Callable[..., ExitNet]
-Wrapper = Callable[[ExitNet], ExitNet]
+Wrapper = Callable[[ExitNet, Any], ExitNet]  # a network and the override's value
 
 
 @dataclass(frozen=True)
@@ -60,51 +64,85 @@ def list_models() -> list[str]:
 
 
 def model_entry(name: str) -> ModelEntry:
-    """The registry's entry for `name`."""
+    """The registry's entry for `name`; networks of a library need none of their own."""
+    if is_library_name(name):
+        builder = partial(build_library_model, name)
+        return ModelEntry(name, builder, IMAGENET_CLASSES, {}, f"{name}, cut into stages")
     if name not in MODELS and name in pretrained_names():
         raise ValueError(
             f"{name} comes trained; in Python: create_model({name!r}, pretrained=True); "
             "offramp models lists those that are built without weights"
         )
+    if name not in MODELS and (found := libraries_with(name)):
+        raise ValueError(f"model {name!r} is unknown; did you mean {' or '.join(map(repr, found))}?")
     return MODELS[name]
 
 
-def create_model(name: str, num_classes: int | None = None, *, pretrained: bool = False, **overrides: Any) -> ExitNet:
-    """Build a registered network with fresh params, or `pretrained` one that comes trained.
+def create_model(
+    name: str, num_classes: int | None = None, *, pretrained: bool | str | Path = False, **overrides: Any
+) -> ExitNet:
+    """Build a network of ours, of a library (`timm/NAME`, `torchvision/NAME`) or a registered one.
 
-    `overrides` replace the entry's settings: for an MSDNet `blocks`, `growth`, `factors`, `scales`,
-    `image_size` and more. `collaboration=True` puts IMTA's collaborating classifiers on any of ours.
+    `pretrained` is False for fresh params, True for those that come with the network, a `.safetensors` or `.pth` file,
+    or the folder of a run or a model; a classifier of another size stays fresh, and so do heads that are not there.
+    `overrides` replace the entry's settings: for an MSDNet `blocks`, `growth`, `factors`, `scales`, `image_size` and
+    more, for a library's network `exits`, `head`, `head_options`, `image_size` and the library's own `options`.
+    `collaboration=True` puts IMTA's collaborating classifiers on any of ours, `carry=0.5` lets each exit add half of
+    what the exit before it answered.
     """
-    if pretrained:
+    comes_with_it = pretrained is True
+    if comes_with_it and not is_library_name(name):
         return _trained(name, num_classes, overrides)
     entry = model_entry(name)
     classes = entry.num_classes if num_classes is None else num_classes
     if type(classes) is not int or classes < 2:
         raise ValueError(f"num_classes must be a whole number from 2 up, got {classes!r}")
-    wrappers = [key for key, wanted in overrides.items() if key in WRAPPERS and wanted]
+    wrappers = {key: wanted for key, wanted in overrides.items() if key in WRAPPERS and wanted}
     own = {key: value for key, value in overrides.items() if key not in WRAPPERS}
     allowed = override_names(name)
     for key in own:
         if allowed is not None and key not in allowed:
             raise ValueError(unknown(f"override of model {name!r}", key, allowed))
     try:
-        model = entry.builder(classes, **{**entry.settings, **own})
+        model = entry.builder(classes, **{**entry.settings, **own, **({PRETRAINED: True} if comes_with_it else {})})
     except (TypeError, RuntimeError) as error:
         if not own:
             raise
         raise ValueError(f"the overrides {own} do not fit model {name!r}: {error}") from error
-    for key in wrappers:
-        model = WRAPPERS[key](model)
-    model.spec = ModelSpec(name, classes, _as_json({**own, **dict.fromkeys(wrappers, True)}))
+    if isinstance(model, CutNet) and "exits" in (allowed or ()):
+        own["exits"] = list(model.at)  # so that it is built again in the same way, whatever chose the places
+    for key, wanted in wrappers.items():
+        model = WRAPPERS[key](model, wanted)
+    model.spec = ModelSpec(name, classes, _as_json({**own, **wrappers}))
+    if isinstance(pretrained, (str, Path)):
+        start_from(model, pretrained)
     return model
+
+
+def start_from(model: ExitNet, source: str | Path) -> list[str]:
+    """Copy the params of a file, a run or a model folder into a network; give the names that stay as they are.
+
+    The last head takes the last head's params, wherever it stands.
+    """
+    path = Path(source)
+    if not path.is_dir():
+        own_name = model.own_name if isinstance(model, CutNet) else str
+        return load_matching(model, read_params(path), path, own_name, ("heads.",))
+    tensors = read_params(path / WEIGHTS)
+    heads = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("heads.")})
+    if heads and heads[-1] != model.num_exits - 1:
+        old, new = f"heads.{heads[-1]}.", f"heads.{model.num_exits - 1}."
+        others = {name: t for name, t in tensors.items() if not name.startswith("heads.")}
+        tensors = others | {new + n.removeprefix(old): t for n, t in tensors.items() if n.startswith(old)}
+    return load_matching(model, tensors, path, fresh=("heads.",))
 
 
 def override_names(name: str) -> list[str] | None:
     """What can be overridden in the model `name`, its builder's keyword arguments; None where it takes any."""
-    parameters = list(inspect.signature(model_entry(name).builder).parameters.values())[1:]
+    parameters = list(inspect.signature(model_entry(name).builder).parameters.values())[1:]  # without num_classes
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return None
-    return sorted(p.name for p in parameters)
+    return sorted(p.name for p in parameters if p.name != PRETRAINED)
 
 
 def _as_json(overrides: dict[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as parse_safetensors
 from safetensors.torch import save as to_safetensors
@@ -43,3 +44,64 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], source: Any) -
                 f"the model's has {list(own[name].shape)}"
             )
     model.load_state_dict(dict(tensors))
+
+
+def read_params(path: str | Path) -> dict[str, Tensor]:
+    """Tensors of a `.safetensors` file, or of a checkpoint as `torch.save` writes it, read without running its code.
+
+    A checkpoint may hold them under `state_dict`, `state_dict_ema`, `model_ema`, `model` or `params`.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; pretrained takes true, a file or the folder of a run or a model")
+    if path.suffix == ".safetensors":
+        return read_tensors(path)
+    try:
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a pickle that holds more than tensors, or no pickle at all
+        why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"{path} cannot be read as params: {why}") from error
+    for key in ("state_dict_ema", "model_ema", "state_dict", "model", "params"):
+        found = found[key] if isinstance(found, Mapping) and isinstance(found.get(key), Mapping) else found
+    if not isinstance(found, Mapping) or not found or not all(isinstance(t, Tensor) for t in found.values()):
+        raise ValueError(f"{path} holds no params by name")
+    return {str(name).removeprefix("module."): tensor for name, tensor in found.items()}
+
+
+def load_matching(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    source: Any,
+    own_name: Callable[[str], str] = str,
+    fresh: Sequence[str] = (),
+) -> list[str]:
+    """Copy pretrained `tensors` into `model`; give the names that stay fresh.
+
+    Names may be the model's own, or others that `own_name` translates; or all others, if shapes come in the same
+    order. A classifier of another size stays fresh, and so may what begins with one of `fresh`. Anything else that is
+    missing or does not fit is named.
+    """
+    own = model.state_dict()
+    given = dict(tensors)
+    if not set(given) & set(own):
+        given = {own_name(name): tensor for name, tensor in given.items()}
+    if not set(given) & set(own) and len(given) == len(own):
+        given = dict(zip(own, given.values(), strict=True))
+    fits = {name: t for name, t in given.items() if name in own and t.shape == own[name].shape}
+    left = [name for name in own if name not in fits]
+    classes = [tensor for tensor in own.values() if tensor.dim() >= 2][-1].shape[0]
+    for name in left:
+        if not (name.startswith(tuple(fresh)) or name.endswith("num_batches_tracked")):
+            refuse_unless_classifier(name, own[name], given.get(name), classes, source)
+    model.load_state_dict(fits, strict=False)
+    return left
+
+
+def refuse_unless_classifier(name: str, own: Tensor, given: Tensor | None, classes: int, source: Any) -> None:
+    """Raise for a tensor that does not fit, unless it does but for the number of classes."""
+    if given is None:
+        raise ValueError(f"{source} does not fit the model: it lacks {name}")
+    if own.shape[:1] != (classes,) or own.shape[1:] != given.shape[1:]:
+        raise ValueError(
+            f"{source} does not fit the model: {name} has shape {list(given.shape)}, the model's has {list(own.shape)}"
+        )

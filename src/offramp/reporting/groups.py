@@ -22,13 +22,14 @@ from offramp.measuring.confidence import Predictions, fit_temperatures
 from offramp.measuring.metrics import Curve, ExitMetrics, Overthinking, curve, exit_metrics, overthinking
 from offramp.measuring.policy import FAMILIES, Policies, outcome, read_policies
 from offramp.reporting.weight_history import History, sample_files, weight_history
-from offramp.runs.config import RunConfig, decisive
-from offramp.runs.folder import CONFIG, POLICY, read_config, read_metrics
+from offramp.runs.config import DataConfig, ModelConfig, RunConfig, WeightingConfig, decisive
+from offramp.runs.folder import CONFIG, POLICY, holds_run, read_config, read_metrics
 from offramp.runs.outputs import EVAL, SUMMARY, EvalSummary, SavedOutputs, read_arrays, read_outputs, read_summary
 from offramp.runs.recipe import recipe_of
 
 log = logging.getLogger("offramp")
 
+ELSEWHERE = "elsewhere"  # stands for the weighting of a network that offramp did not train
 COLOURS = ("#2f6fb0", "#d9601a", "#2a8f6d", "#8e4aa8", "#b8860b", "#b03060", "#4f7d1f", "#606c7a")
 
 
@@ -132,7 +133,8 @@ def find_runs(paths: Sequence[str | Path], *, evaluated: bool = True) -> list[Pa
     for path in map(Path, paths):
         if not path.is_dir():
             raise ValueError(f"{path} is not a folder")
-        inside = [path] if (path / CONFIG).is_file() else _runs_below(path, evaluated)
+        alone = (path / CONFIG).is_file() or (evaluated and (path / EVAL / SUMMARY).is_file())
+        inside = [path] if alone else _runs_below(path, evaluated)
         if not inside:
             wanted = "evaluated run; train and evaluate one first" if evaluated else "run; train one first"
             raise ValueError(f"{path} holds no {wanted}")
@@ -158,7 +160,8 @@ def _is_whole(folder: Path) -> bool:
 
 def read_run(folder: Path, measure: str = "max_softmax", temperature: bool = False) -> RunData:
     """Read one run and its policies, searched for where `offramp calibrate` left none that suit."""
-    summary, config = read_summary(folder), read_config(folder)
+    summary = read_summary(folder)
+    config = read_config(folder) if holds_run(folder) else trained_elsewhere(folder, summary)
     test = read_outputs(folder, "test")
     policies = None
     if "calibration" in summary.samples:
@@ -168,6 +171,12 @@ def read_run(folder: Path, measure: str = "max_softmax", temperature: bool = Fal
     temperatures = None if policies is None else policies.temperatures
     on_test = Predictions.of(test.logits, test.labels, measure, temperatures)
     return RunData(folder, config, summary, read_metrics(folder), test, on_test, policies)
+
+
+def trained_elsewhere(folder: Path, summary: EvalSummary) -> RunConfig:
+    """What stands for the settings of a network that was only evaluated here: its name, its data, its folder."""
+    model, data = ModelConfig(summary.model), DataConfig(summary.data or "data of one's own")
+    return RunConfig(model, data, weighting=WeightingConfig(ELSEWHERE), recipe=str(folder))
 
 
 def saved_policies(
@@ -252,6 +261,8 @@ def paper_top1(config: RunConfig) -> tuple[float, ...] | None:
 def method_label(config: RunConfig) -> str:
     """How people call the way a run was trained."""
     name = config.weighting.name
+    if name == ELSEWHERE:
+        return "trained elsewhere"
     weights = "baseline" if name == "uniform" else f"{name} weights"
     if not config.imta.collaboration:
         return weights

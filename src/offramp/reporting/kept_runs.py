@@ -242,6 +242,8 @@ def word(value: Any) -> str:
 
 
 def epochs(config: RunConfig) -> str:
+    if config.train.network_epochs:
+        return f"{config.train.network_epochs} + {config.train.epochs}"
     return str(config.train.epochs) if not config.imta.collaboration else f"2 x {config.train.epochs}"
 
 
@@ -271,6 +273,8 @@ def baseline_epochs(config: RunConfig, ratios: Mapping[str, float]) -> float | N
     if weighting.name != "learned":
         per_epoch = sum(plain for plain, _ in steps)
     else:
-        share = weighting.until / weighting.interval  # of the steps, those that train the weight net
+        taught = weighting.until - weighting.since
+        share = taught / weighting.interval  # of the steps, those that train the weight net
         per_epoch = sum(plain + share * ((nan if learned is None else learned) - plain) for plain, learned in steps)
-    return None if isnan(per_epoch) else config.train.epochs * per_epoch
+    alone = config.train.network_epochs or 0  # the network by itself: at most an epoch of conventional training each
+    return None if isnan(per_epoch) else alone + config.train.epochs * per_epoch

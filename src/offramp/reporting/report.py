@@ -16,7 +16,7 @@ from offramp.measuring.calibrate import stage_times
 from offramp.reporting import figures
 from offramp.reporting import report_tables as tables
 from offramp.reporting.drawing import Panels, save
-from offramp.reporting.groups import Group, RunData, gather
+from offramp.reporting.groups import ELSEWHERE, Group, RunData, gather
 from offramp.reporting.headline import headline
 from offramp.reporting.report_page import ReportPage, render
 from offramp.reporting.weight_history import weights_by_epoch
@@ -154,6 +154,9 @@ def _environment(run: RunData) -> dict[str, Any]:
 
 def _repeat_group(group: Group) -> str:
     """The commands of every seed, and the settings and versions of the first."""
+    dot = f'<span class="dot" style="background:{group.colour}"></span>'
+    if group.first.config.weighting.name == ELSEWHERE:
+        return f"<p>{dot}{escape(group.label)}: only evaluated here, in {escape(str(group.first.folder))}</p>"
     commands = []
     for one in group.runs:
         words = _environment(one).get("command")
@@ -165,7 +168,6 @@ def _repeat_group(group: Group) -> str:
     rest = {key: value for key, value in _environment(run).items() if key != "command"}
     config = json.dumps(run.config.to_json(), indent=2)
     versions = json.dumps(rest, indent=2)
-    dot = f'<span class="dot" style="background:{group.colour}"></span>'
     return (
         f"<details><summary>{dot}{escape(group.label)}: recipe {escape(str(run.config.recipe))}, seeds {seeds}"
         "</summary>"

@@ -8,38 +8,51 @@ training is imported. docs/bundle-format.md says all of it to those who write cl
 
 from __future__ import annotations
 
+import logging
+import re
+import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
 
-from offramp.common.console import progress
-from offramp.common.files import check_digests, read_json, short_digest
+from offramp import __version__
+from offramp.common.extras import MissingExtra
+from offramp.common.files import check_digests, read_json, sha256, short_digest, write_json
 from offramp.common.images import Preprocessing, UnreadableImage, read_image, upright_rgb
-from offramp.common.names import unknown
+from offramp.common.names import check_device_name, unknown
 from offramp.common.pretrained import CARD, MANIFEST, bundle_folder, pretrained_names
-from offramp.measuring.policy import Outcome, Policies, Policy, check_budget, mean_cost, read_policies, shares_of
+from offramp.measuring.policy import Policies, Policy, check_budget, read_policies
 from offramp.running.engines.protocol import Engine, all_logits
 from offramp.running.golden_photos import PolicyResult, check_answers, check_cuts, cut_photos, read_photos
 from offramp.running.packing import cached_packing
 from offramp.running.runtime import ExitResult, Runtime
+from offramp.runs.outputs import read_arrays
 
 if TYPE_CHECKING:
-    from offramp.data import Dataset
-    from offramp.models.exits import ExitNet
+    from offramp.models.exits import ExitNet, ModelSpec
 
-SCHEMA = 1
+log = logging.getLogger("offramp")
+
+SCHEMA = 2  # of the manifest; 2 says that images are not resized bilinearly, which readers of 1 would do
+CARD_SCHEMA = 1
 FORMATS = ("torch", "onnx")
 POLICY, WEIGHTS, GOLDEN = "policy.json", "model.safetensors", "golden.npz"
 GOLDEN_TOLERANCE = 1e-3  # of logits, whose size is about ten
+PACKAGES = ("timm", "torchvision")  # whose networks are built by name: timm/resnet50
 
 
 @dataclass(frozen=True)
 class ModelCard:
-    """`model.json`: the network, its stages' schedule and costs, its classes, and how images are prepared."""
+    """`model.json`: the network, its stages' schedule and costs, its classes, and how images are prepared.
+
+    A torch bundle says what its network is built from beside offramp: `packages` with their versions, and `imports`,
+    the modules that registered it. They are named to people, never imported.
+    """
 
     model: dict[str, Any]
     schedule: str
@@ -48,13 +61,17 @@ class ModelCard:
     costs: tuple[int, ...]
     preprocessing: Preprocessing
     seed: int = 0  # of the run: it decides what a folder of images holds out
+    data: str | None = None  # which data it was trained on (Dataset.identity), where that is known
+    packages: dict[str, str] = field(default_factory=dict)
+    imports: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        return {"schema": SCHEMA, **asdict(self)}
+        value = {"schema": CARD_SCHEMA, **asdict(self), "preprocessing": self.preprocessing.to_json()}
+        return {key: own for key, own in value.items() if own or key not in ("data", "packages", "imports")}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> ModelCard:
-        if value["schema"] != SCHEMA:
+        if value["schema"] != CARD_SCHEMA:
             raise ValueError(f"its schema {value['schema']!r} is not known to this version of offramp")
         made = ModelCard(
             dict(value["model"]),
@@ -64,6 +81,9 @@ class ModelCard:
             tuple(map(int, value["costs"])),
             Preprocessing.from_json(value["preprocessing"]),
             int(value.get("seed", 0)),
+            None if value.get("data") is None else str(value["data"]),
+            {str(name): str(version) for name, version in value.get("packages", {}).items()},
+            tuple(map(str, value.get("imports", ()))),
         )
         size = made.preprocessing.size
         if made.input_shape != (3, size, size) or made.preprocessing.resize > 4 * size:
@@ -72,6 +92,8 @@ class ModelCard:
             raise ValueError("its costs do not rise from exit to exit")
         if made.classes and len(made.classes) != made.model.get("num_classes"):
             raise ValueError("its classes are not as many as its network's")
+        if not all(name in PACKAGES and re.fullmatch(r"[\w.+]+", version) for name, version in made.packages.items()):
+            raise ValueError(f"its packages are not versions of {' and '.join(PACKAGES)}")
         return made
 
 
@@ -97,6 +119,11 @@ class Bundle:
     @property
     def costs(self) -> tuple[int, ...]:
         return self.card.costs
+
+    @property
+    def files(self) -> list[str]:
+        """The files that its manifest vouches for."""
+        return list(_read_manifest(self.folder)["files"])
 
     def policy(self, budget_mul_adds: float | None = None, q: float | None = None) -> Policy:
         """The chosen policy, or the one that a budget or a q asks for."""
@@ -159,7 +186,7 @@ class Bundle:
 
     def check_photos(self, source: Any) -> None:
         """Cut the golden photos and run what they should be cut into; `source` is what an error names."""
-        photos = read_photos(self.folder, _read_manifest(self.folder)["files"])
+        photos = read_photos(self.folder, self.files)
         if photos:
             cut, own = read_cut_photos(self.folder), self.card.preprocessing
             check_cuts(photos, cut_photos([(self.folder / one.file).read_bytes() for one in photos], own), cut, source)
@@ -190,15 +217,19 @@ def load_bundle(
     `path` may be the name of a network that comes trained. `own_process` says that this process runs no other ONNX
     models, so that all stages may share one set of threads.
     """
+    check_device_name(device)
     folder = bundle_folder(path)
     manifest, card, policies = checked(folder)
     if manifest["format"] == "onnx":
-        engine = _onnx_engine(folder, card, policies, threads, own_process)
+        engine = _onnx_engine(folder, card, policies, device, threads, own_process)
     else:
         engine = _torch_engine(folder, card, policies, device)
     if engine.num_exits != len(card.costs):
         raise ValueError(f"{folder} is damaged: the network has {engine.num_exits} exits, its costs {len(card.costs)}")
-    return Bundle(folder, manifest["format"], card, policies, engine, manifest_digest(manifest))
+    bundle = Bundle(folder, manifest["format"], card, policies, engine, manifest_digest(manifest))
+    if manifest["format"] == "torch" and _other_versions(card):  # the same names may stand for another network
+        bundle.check_golden()
+    return bundle
 
 
 def checked(folder: Path) -> tuple[dict[str, Any], ModelCard, Policies]:
@@ -221,11 +252,31 @@ def manifest_digest(manifest: dict[str, Any]) -> str:
     return short_digest([repr(sorted(manifest["files"].items()))])
 
 
+def write_manifest(folder: Path, format_: str, preprocessing: Preprocessing) -> None:
+    """Vouch for every file that lies in a folder."""
+    files = {path.name: sha256(path) for path in sorted(folder.iterdir())}
+    schema = 1 if preprocessing.interpolation == "bilinear" else SCHEMA
+    write_json(folder / MANIFEST, {"schema": schema, "offramp": __version__, "format": format_, "files": files})
+
+
+def in_python(folder: Path) -> str:
+    """What makes a bundle of a network that lies in no folder."""
+    return f"offramp.export(model, {str(folder)!r}, out={str(folder / 'bundle')!r})"
+
+
+def _no_bundle(folder: Path) -> str:
+    """What to do with a folder that is none."""
+    if not folder.exists():
+        return unknown("bundle", str(folder), pretrained_names())
+    if (folder / "bundle" / MANIFEST).is_file():
+        return f"{folder} is not a bundle; it has one inside: {folder / 'bundle'}"
+    how = f"offramp export {folder} --out {folder / 'bundle'}" if (folder / POLICY).is_file() else "offramp export"
+    return f"{folder} is not a bundle: it has no {MANIFEST}; make one with: {how}"
+
+
 def _read_manifest(folder: Path) -> dict[str, Any]:
     if not (folder / MANIFEST).is_file():
-        if not folder.exists():
-            raise ValueError(unknown("bundle", str(folder), pretrained_names()))
-        raise ValueError(f"{folder} is not a bundle: it has no {MANIFEST}; make one with: offramp export")
+        raise ValueError(_no_bundle(folder))
     manifest = read_json(folder / MANIFEST)
     known = isinstance(manifest, dict) and isinstance(manifest.get("files"), dict)
     if not known or not isinstance(manifest.get("schema"), int):
@@ -240,6 +291,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, files: dict[str, Any]) -> None:
+    for name in (MANIFEST, *files):
+        if (folder / name).is_symlink():
+            raise ValueError(f"{folder} is damaged: {name} is a link to another file; copy the file itself")
     check_digests(folder, files)
     for needed in (CARD, POLICY, GOLDEN):
         if needed not in files:
@@ -254,15 +308,17 @@ def _check_weights(folder: Path, manifest: dict[str, Any], exits: int) -> None:
             raise ValueError(f"{folder} is damaged: its manifest does not name {needed}")
 
 
-def _onnx_engine(folder: Path, card: ModelCard, policies: Policies, threads: int | None, own_process: bool) -> Engine:
-    from offramp.running.engines.onnx_engine import OnnxEngine, share_threads
+def _onnx_engine(
+    folder: Path, card: ModelCard, policies: Policies, device: str, threads: int | None, own_process: bool
+) -> Engine:
+    from offramp.running.engines.onnx_engine import NoSuchDevice, OnnxEngine, share_threads
 
     if own_process:
         share_threads()
     stages = [folder / stage_file(k) for k in range(1, len(card.costs) + 1)]
     try:
-        return OnnxEngine(stages, policies.measure, policies.temperatures, threads)
-    except ModuleNotFoundError:
+        return OnnxEngine(stages, policies.measure, policies.temperatures, threads, device)
+    except (ModuleNotFoundError, NoSuchDevice):
         raise
     except Exception as error:  # ONNX Runtime has its own exceptions for every kind of damage
         raise ValueError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
@@ -280,62 +336,64 @@ def _torch_engine(folder: Path, card: ModelCard, policies: Policies, device: str
 
 def bundled_model(folder: Path, card: ModelCard) -> ExitNet:
     """The network of a torch bundle, as it was trained."""
-    from offramp.models.registry import build_trained, parse_spec
+    from offramp.models.registry import MODELS, build_trained, parse_spec
 
-    return build_trained(parse_spec(card.model, folder / CARD), card.schedule, folder / WEIGHTS)
+    spec = parse_spec(card.model, folder / CARD)
+    _refuse_missing_packages(folder, card)
+    _refuse_other_sources(folder, spec)
+    if "/" not in spec.name and spec.name not in MODELS and spec.name not in pretrained_names():
+        named = " ".join(f"--import {shlex.quote(one)}" for one in card.imports) or "--import MODULE"
+        raise ValueError(
+            f"{folder} holds the network {spec.name!r}, which a module of its maker's registers. It is not imported by "
+            f"itself: if you trust it, add {named}"
+        )
+    return build_trained(spec, card.schedule, folder / WEIGHTS)
+
+
+def _refuse_other_sources(folder: Path, spec: ModelSpec) -> None:
+    """A bundle holds its params: one that would have others fetched, or names a place and not a network, is refused."""
+    from offramp.models.exits import all_specs
+
+    for own in all_specs(spec):
+        plain = re.fullmatch(rf"({'|'.join(PACKAGES)})/[\w.-]+", own.name) or not re.search(r"[/:\\]", own.name)
+        if not plain or own.overrides.get("pretrained"):
+            raise ValueError(f"{folder} is refused: its network, {own.name!r}, would be fetched from elsewhere")
+
+
+def _refuse_missing_packages(folder: Path, card: ModelCard) -> None:
+    """A package that the network is built by must be there; another version of it is named."""
+    for name, version in card.packages.items():
+        try:
+            here = metadata.version(name)
+        except metadata.PackageNotFoundError as error:
+            raise MissingExtra(f"{folder} needs {name}; install it with: pip install '{name}=={version}'") from error
+        if here != version:
+            log.warning("%s was made with %s %s, here is %s: its golden outputs decide", folder, name, version, here)
+
+
+def _other_versions(card: ModelCard) -> bool:
+    return any(metadata.version(name) != version for name, version in card.packages.items())
 
 
 def read_golden(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """Golden images, uint8 [n, 3, h, w], and the logits they gave, [K, n, C]."""
-    with np.load(folder / GOLDEN, allow_pickle=False) as file:
-        return file["images"], file["logits"]
+    images, logits = read_arrays(folder / GOLDEN, "images", "logits")
+    if images.dtype != np.uint8 or images.ndim != 4 or logits.ndim != 3 or len(images) != logits.shape[1]:
+        raise ValueError(f"{folder / GOLDEN} is damaged: its images and logits do not belong together")
+    return images, logits
 
 
 def read_cut_photos(folder: Path) -> np.ndarray:
     """What the golden photos must be cut into, uint8 [n, 3, h, w]."""
-    with np.load(folder / GOLDEN, allow_pickle=False) as file:
-        return file["photos"]
+    return read_arrays(folder / GOLDEN, "photos")[0]
 
 
 def compare_golden(engine: Engine, images: np.ndarray, expected: np.ndarray, source: Any) -> float:
     """The largest difference between what an engine answers and what it should."""
     found = all_logits(engine, images)
+    if found.shape != expected.shape:
+        raise ValueError(f"{source} does not give its golden outputs: logits are {found.shape}, not {expected.shape}")
     difference = float(np.abs(found - expected).max())
     if not difference <= GOLDEN_TOLERANCE * max(1.0, float(np.abs(expected).max())):
         raise ValueError(f"{source} does not give its golden outputs: logits differ by {difference:.3g}")
     return difference
-
-
-EVALUATED_TOGETHER = 256  # images
-
-
-@dataclass(frozen=True)
-class BundleScore:
-    """How a bundle does on a test split: top-1 of every exit on everything, and what the policy made of it."""
-
-    samples: int
-    exits: tuple[float, ...]
-    policy: Outcome
-
-
-def evaluate_bundle(bundle: Bundle, data: Dataset) -> BundleScore:
-    """Run the test split of a data set through a bundle, with images really leaving."""
-    import torch
-
-    if bundle.classes != data.class_names:
-        raise ValueError(f"{bundle.folder.name} does not know the classes of {data.name}")
-    if bundle.card.preprocessing != data.preprocessing:
-        raise ValueError(f"{bundle.folder.name} prepares images in another way than {data.name} does")
-    hits, runtime = np.zeros(len(bundle.costs), np.int64), bundle.runtime()
-    right, exits = [], []
-    with progress(f"evaluating {data.name}", data.size("test")) as bar:
-        for part in data.sweep("test", EVALUATED_TOGETHER, torch.device("cpu")):
-            ready, labels = part.images.numpy(), part.labels.numpy()
-            hits += (all_logits(bundle.engine, ready).argmax(-1) == labels).sum(1)
-            result = runtime(ready)
-            right.append(result.labels == labels)
-            exits.append(result.exits)
-            bar.advance(len(labels), len(labels))
-    left = np.concatenate(exits)
-    policy = Outcome(float(np.concatenate(right).mean()), mean_cost(left, bundle.costs), shares_of(left, len(hits)))
-    return BundleScore(len(left), tuple((hits / len(left)).tolist()), policy)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -145,12 +145,17 @@ def write_photos(folder: Path, photos: Sequence[tuple[str, str, bytes]], answers
     """The files, and `photos.json` with the answers to them."""
     for name, _, data in photos:
         write_bytes(folder / name, data)
+    unanswered = [GoldenPhoto(name, rule, _tolerance(name), 0, 0, 0.0) for name, rule, _ in photos]
+    write_answers(folder / PHOTOS, unanswered, answers)
+
+
+def write_answers(path: Path, photos: Sequence[GoldenPhoto], answers: PolicyResult) -> None:
+    """`photos.json` with these answers, whatever they were before."""
     rows = zip(photos, answers.labels, answers.exits, answers.confidences, strict=True)
     known = [
-        GoldenPhoto(name, rule, _tolerance(name), int(label), int(exit_), float(sure))
-        for (name, rule, _), label, exit_, sure in rows
+        replace(photo, label=int(label), exit=int(exit_), confidence=float(sure)) for photo, label, exit_, sure in rows
     ]
-    write_json(folder / PHOTOS, {"photos": [asdict(photo) for photo in known]})
+    write_json(path, {"photos": [asdict(photo) for photo in known]})
 
 
 def _tolerance(name: str) -> int:

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -57,6 +58,9 @@ class Summary:
     @property
     def unreadable(self) -> int:
         return sum(row.error is not None for row in self.rows)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "unreadable": self.unreadable}
 
     def __str__(self) -> str:
         done = len(self.rows) - self.unreadable
@@ -104,13 +108,14 @@ def predict(
     max_exit: int | None = None,
     max_mul_adds: float | None = None,
     max_pixels: int = MAX_PIXELS,
+    silent: bool = False,
 ) -> Summary:
     """Classify the images at `paths`; one with more than `max_pixels` is not read."""
     rows: dict[int, Row] = {}
     last = ceiling(bundle.costs, max_exit, max_mul_adds)
     pool = Pool(bundle.engine, policy or bundle.policies.policy, batch, WAIT_S)
     began = time.perf_counter()
-    with progress("predicting", len(paths)) as bar:
+    with progress("predicting", len(paths), silent=silent) as bar:
 
         def note(left: Iterable[Left]) -> None:
             for one in left:

@@ -36,10 +36,14 @@ def _table() -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which network. `num_classes` None takes the data set's; `overrides` go to `create_model`."""
+    """Which network. `num_classes` None takes the data set's; `overrides` go to `create_model`.
+
+    `pretrained` is what its params start from: true for those that come with it, a file, or the folder of a run.
+    """
 
     name: str = "msdnet-tiny"
     num_classes: int | None = _at_least(2, None)
+    pretrained: bool | str = False
     overrides: dict[str, Any] = _table()
 
 
@@ -47,13 +51,15 @@ class ModelConfig:
 class DataConfig:
     """Which data. What is None is left to the data set; what a data set does not know it refuses.
 
-    `augmentation` None takes the data set's own; `options` go to a data set of your own as they are.
+    `augmentation` None takes the data set's own, `augmentation_options` change the named one; `options` go to a data
+    set of your own as they are.
     """
 
     name: str = "digits"
     dir: str | None = None
     calibration: int | None = _at_least(0, None)
     imbalance: float | None = _at_least(1, None)
+    label_noise: float | None = _between(0, 1, None)
     train: int | None = _at_least(1, None)
     test: int | None = _at_least(1, None)
     image_size: int | None = _at_least(8, None)
@@ -61,12 +67,13 @@ class DataConfig:
     max_pixels: int | None = _at_least(1, None)
     download: bool | None = None
     augmentation: str | None = None
+    augmentation_options: dict[str, Any] = _table()
     options: dict[str, Any] = _table()
 
     def given(self) -> dict[str, Any]:
         """The settings that go to the data set's loader."""
         named = {k: v for k, v in asdict(self).items() if k not in ("name", "dir", "options")}
-        return {k: v for k, v in named.items() if v is not None} | self.options
+        return {k: v for k, v in named.items() if v not in (None, {})} | self.options
 
 
 @dataclass(frozen=True)
@@ -74,10 +81,19 @@ class TrainConfig:
     """How it is trained: by an optimiser whose rate falls to 0 along a cosine.
 
     A loader batch of `batch` images makes two updates of half a batch. `learning_rate` None means
-    0.1 x (batch / 2) / 64. `fast`, on a GPU: the step as a CUDA graph, with kernels of our own.
+    0.1 x (batch / 2) / 64; over the first `warm_up_steps` loader batches it rises in a line. Params of stage k of K
+    train at `depth_decay`^(K-k) of it, those of heads at `head_rate` times that. Without `decay_norms`, params of fewer
+    than two dimensions (norms, biases) have no weight decay. `ema` is the decay of an average of the params, which is
+    what is evaluated and saved. `mixup` and `cutmix` are the alphas of what samples of a half
+    are mixed by.
+
+    `parts` are what is trained; the rest is frozen. For `network_epochs` before that, in a phase of its own, the
+    network is trained for its last exit alone. With `probe`, heads that are new begin as linear probes. `fork` names
+    what is done where a feature goes to a head and further on.
+    `fast`, on a GPU: the step as a CUDA graph, with kernels of our own.
     """
 
-    epochs: int = _at_least(1, 300)
+    epochs: int = _at_least(0, 300)
     batch: int = _at_least(2, 1024)
     optimizer: str = "sgd"
     optimizer_options: dict[str, Any] = _table()
@@ -85,6 +101,18 @@ class TrainConfig:
     momentum: float = _at_least(0, 0.9)
     weight_decay: float = _at_least(0, 1e-4)
     nesterov: bool = False
+    warm_up_steps: int = _at_least(0, 0)
+    depth_decay: float = _between(0, 1, 1.0)
+    head_rate: float = _at_least(0, 1.0)
+    decay_norms: bool = True
+    ema: float | None = _between(0, 1, None)
+    mixup: float = _at_least(0, 0.0)
+    cutmix: float = _at_least(0, 0.0)
+    parts: Literal["all", "heads", "inner_heads", "last_exit"] = "all"
+    network_epochs: int | None = _at_least(1, None)
+    probe: bool = False
+    fork: str | None = None
+    fork_options: dict[str, Any] = _table()
     clip_norm: float | None = _at_least(0, None)
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     fast: bool = True
@@ -109,11 +137,13 @@ class WeightingConfig:
     """How much each sample counts at each exit; the settings from `inputs` to `weight_decay` are for `learned`.
 
     `inputs`, `depth` and `width` shape the weight net, `delta`, `centring` and `bound` its range; `q` shapes
-    the shares of the allocation, `objective` the meta loss; every `interval`-th loader batch trains the weight
-    net, in the first `until` of training (1 is all of it); afterwards it stays as it is. `order` is the paper's, or
-    `delayed`: cheaper, with weights from before the weight net's update. `from_run` is the finished run whose
-    weight net `frozen` takes; `exits` are the weights of `fixed`, one for every exit; `options` are for a weighting of
-    your own.
+    the shares of the allocation, `objective` the meta loss; that of a `policy` has thresholds softened by a
+    `temperature`, and its gradient goes `through_exits` too, if asked for. A weight counts for the `sum` of the
+    objective's `terms`, or `each` has its own. Every `interval`-th loader batch trains the weight net, between the
+    shares `since` and `until` of training; before, all weights are 1; afterwards, it stays as it is. `order` is the
+    paper's, or `delayed`: cheaper, with weights from before the weight net's update. `from_run` is the finished run
+    whose weight net `frozen` takes; `exits` are the weights of `fixed`, one for every exit; `options` are for a
+    weighting of your own.
     """
 
     name: str = "uniform"
@@ -124,11 +154,15 @@ class WeightingConfig:
     delta: float = _at_least(0, 0.8)
     centring: Literal["exit", "batch", "all", "both"] = "exit"
     bound: bool = False
-    objective: Literal["allocated", "whole"] = "allocated"
+    terms: Literal["sum", "each"] = "sum"
+    objective: Literal["allocated", "whole", "policy"] = "allocated"
+    temperature: float = _at_least(1e-6, 0.05)
+    through_exits: bool = False
     look_ahead: Literal["optimizer", "plain"] = "optimizer"
     engine: Literal["forward_mode", "double_backward", "finite_difference"] = "forward_mode"
     order: Literal["exact", "delayed"] = "exact"
     interval: int = _at_least(1, 1)
+    since: float = _between(0, 1, 0.0)
     until: float = _between(0, 1, 1.0)
     learning_rate: float = _at_least(0, 1e-4)
     weight_decay: float = _at_least(0, 1e-4)
@@ -142,6 +176,10 @@ class WeightingConfig:
                 "weighting.order=delayed takes the optimizer's own step as look-ahead and needs engine=forward_mode "
                 f"and look_ahead=optimizer, got {self.engine} and {self.look_ahead}"
             )
+        if self.through_exits and self.objective != "policy":
+            raise ValueError("weighting.through_exits=true needs weighting.objective=policy")
+        if self.since and self.since >= self.until:
+            raise ValueError(f"weighting.since must lie below weighting.until, got {self.since} and {self.until}")
         if self.name == "frozen" and self.from_run is None:
             raise ValueError("weighting.name=frozen needs weighting.from_run, the run folder of the weight net")
         if (self.name == "fixed") != (self.exits is not None):
@@ -182,11 +220,23 @@ class RunConfig:
             raise ValueError(f"train.batch must be even, it is trained on in two halves; got {self.train.batch}")
         if self.train.nesterov and not self.train.momentum:
             raise ValueError("train.nesterov needs train.momentum above 0")
-        if self.imta.equilibrium and self.weighting.engine == "finite_difference":
+
+        forks = self.train.fork is not None or self.imta.equilibrium
+        if self.train.fork is not None and self.imta.equilibrium:
+            raise ValueError("train.fork and imta.equilibrium, which is a fork too, cannot go together; leave one out")
+        if forks and self.train.parts != "all":
             raise ValueError(
-                "weighting.engine=finite_difference cannot go with imta.equilibrium, whose scaled gradients no "
-                "difference of forward passes can see; use forward_mode"
+                f"a fork changes how the whole network trains; with train.parts={self.train.parts} leave it out"
             )
+        if self.imta.collaboration and (self.train.parts != "all" or self.train.network_epochs or self.train.probe):
+            raise ValueError(
+                "imta.collaboration has phases of its own; it cannot go with train.parts, train.network_epochs or "
+                "train.probe"
+            )
+        if not self.train.epochs and not self.train.probe:
+            raise ValueError("train.epochs must be 1 or more; 0 is for heads that are linear probes: train.probe=true")
+        if self.train.network_epochs and self.train.parts == "last_exit":
+            raise ValueError("train.parts=last_exit trains the network alone already; leave out train.network_epochs")
 
     def to_json(self) -> dict[str, Any]:
         return {"schema": 1, **asdict(self)}
@@ -223,11 +273,12 @@ def _parse_field(hint: Any, value: Any, where: str, limits: Mapping[str, Any]) -
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     if value is None and types.NoneType in allowed:
         return None
-    kind = typing.get_origin(allowed[0]) or allowed[0]
+    kinds = [typing.get_origin(each) or each for each in allowed if each is not types.NoneType]
+    kind = next((each for each in kinds if type(value) is each), kinds[0])
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
-        raise ValueError(f"{where} must be {_KINDS[kind]}, got {value!r}")
+        raise ValueError(f"{where} must be {' or '.join(_KINDS[each] for each in kinds)}, got {value!r}")
     if kind is float and not math.isfinite(value):
         raise ValueError(f"{where} must be a finite number, got {value!r}")
     if kind is list:
@@ -315,10 +366,13 @@ def same_but_for_weighting(one: RunConfig, other: RunConfig) -> bool:
 def same_network_and_data(one: RunConfig, other: RunConfig) -> bool:
     """Whether two runs trained the same network on the same images; how, and how many were held out, aside."""
     first, second = (
-        (own.model.name, own.model.overrides, own.data.name, own.data.imbalance, own.data.image_size, own.imta)
+        (own.model.name, own.model.overrides, own.imta, *(getattr(own.data, key) for key in _WHICH_IMAGES))
         for own in map(decisive, (one, other))
     )
     return first == second
+
+
+_WHICH_IMAGES = ("name", "imbalance", "label_noise", "train", "image_size")
 
 
 def parse_setting(setting: str) -> tuple[str, Any]:

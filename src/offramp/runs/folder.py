@@ -132,6 +132,13 @@ def forget_unsaved(folder: Path) -> None:
             forget_unsaved(folder.parent)
 
 
+def holds_run(folder: str | Path) -> bool:
+    """Whether a folder says how its network was trained; one of a mere model does not."""
+    path = Path(folder) / CONFIG
+    config = read_json(path) if path.is_file() else None
+    return isinstance(config, dict) and "train" in config
+
+
 def read_config(folder: str | Path) -> RunConfig:
     """The configuration of a run folder."""
     folder = Path(folder)

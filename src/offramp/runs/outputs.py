@@ -15,6 +15,7 @@ import numpy as np
 from offramp.common.files import read_json
 from offramp.common.images import Preprocessing
 from offramp.common.pretrained import is_bundle
+from offramp.runs.folder import CONFIG, holds_run
 
 EVAL = "eval"
 SUMMARY = "eval.json"
@@ -42,6 +43,7 @@ class EvalSummary:
     classes: tuple[str, ...] = ()
     lazy_costs: tuple[int, ...] = ()
     preprocessing: Preprocessing | None = None
+    data: str | None = None  # what it was evaluated on, where no run says so
 
     @property
     def costs(self) -> tuple[int, ...]:
@@ -53,9 +55,11 @@ class EvalSummary:
             name: {"samples": self.samples[name], "exits": [asdict(score) for score in scores]}
             for name, scores in self.exits.items()
         }
+        told = {} if self.data is None else {"data": self.data}
         return {
             "schema": 1,
             "model": self.model,
+            **told,
             "classes": list(self.classes),
             "lazy_costs": list(self.lazy_costs),
             "preprocessing": None if self.preprocessing is None else self.preprocessing.to_json(),
@@ -72,6 +76,7 @@ class EvalSummary:
             tuple(value.get("classes", ())),
             tuple(value.get("lazy_costs", ())),
             None if value.get("preprocessing") is None else Preprocessing.from_json(value["preprocessing"]),
+            value.get("data"),
         )
 
 
@@ -91,9 +96,7 @@ def read_summary(run: str | Path) -> EvalSummary:
     """The summary that `offramp eval` wrote."""
     path = Path(run) / EVAL / SUMMARY
     if not path.is_file():
-        if is_bundle(run):
-            raise ValueError(f"{run} is a bundle, which holds its policies already; this needs a run")
-        raise ValueError(f"{run} has not been evaluated; run: offramp eval {run}")
+        raise ValueError(_not_evaluated(run))
     try:
         found = EvalSummary.from_json(read_json(path))
         costs = found.costs
@@ -104,11 +107,21 @@ def read_summary(run: str | Path) -> EvalSummary:
     return found
 
 
+def _not_evaluated(run: str | Path) -> str:
+    if is_bundle(run):
+        return f"{run} is a bundle, which holds its policies already; this needs a run"
+    if not Path(run).is_dir():
+        return f"{run} is not there"
+    mere_model = (Path(run) / CONFIG).is_file() and not holds_run(run)
+    return f"{run} has not been evaluated; run: offramp eval {run}{' --data NAME' if mere_model else ''}"
+
+
 def read_outputs(run: str | Path, split: str) -> SavedOutputs:
     """The saved outputs of a split; an empty split and damaged files are a sentence each."""
     summary = read_summary(run)
     if split not in summary.samples:
-        raise ValueError(f"{run} has no {split} split: it was trained with none (data.{split}=0)")
+        why = f"it was trained with none (data.{split}=0)" if holds_run(run) else "it was evaluated without one"
+        raise ValueError(f"{run} has no {split} split: {why}")
     folder = Path(run) / EVAL / split
     logits = read_array(folder / "logits.npy", mapped=True)
     labels, index = read_array(folder / "labels.npy"), read_array(folder / "index.npy")

@@ -26,7 +26,7 @@ class Page:
 def build_page(bundle: Bundle, service: Service) -> Page:
     """The page for a bundle."""
     style, script = _asset("page.css"), _asset("page.js")
-    name = str(bundle.card.model.get("name", "classifier"))
+    name = str(bundle.card.model.get("name") or "classifier")
     facts = (
         f"{len(bundle.classes)} classes, {len(bundle.costs)} exits, "
         f"{millions(bundle.costs[0])} to {millions(bundle.costs[-1])} mul-adds per image."

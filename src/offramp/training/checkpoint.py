@@ -49,6 +49,11 @@ def save_checkpoint(run: Path, state: Checkpoint) -> None:
     os.replace(new, last)
 
 
+def has_checkpoint(run: Path) -> bool:
+    """Whether a run has a state to go on from."""
+    return any((run / name).is_dir() for name in ("last", "last.1"))
+
+
 def load_checkpoint(run: Path) -> Checkpoint | None:
     """The newest state that is whole; None if the run has none."""
     found = [folder for name in ("last", "last.1") if (folder := run / name).is_dir()]
@@ -89,5 +94,6 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
     for key, value in tensors.items():
         name, buffer = key.split("|")
         param = params[name]
-        own = torch.empty_like(param) if value.shape == param.shape else torch.empty_like(value)
+        # a count of steps lies beside its params on a GPU, where graphs and fused steps read it
+        own = torch.empty_like(param) if value.shape == param.shape else torch.empty_like(value, device=param.device)
         optimizer.state[param][buffer] = own.copy_(value)

@@ -1,7 +1,8 @@
 """Anytime evaluation: the accuracy of every exit on everything, and the saved logits behind it.
 
-A run folder goes in; `eval/{calibration,test}/` with logits, labels and rows, and `eval/eval.json` come out.
-The network is evaluated once, in float32 without TF32; every later question is asked of the saved arrays.
+A run folder, a saved model with data, or a network of one's own loop with its loaders goes in;
+`eval/{calibration,test}/` with logits, labels and rows, and `eval/eval.json` come out. The network is evaluated once,
+in float32 without TF32; every later question is asked of the saved arrays.
 """
 
 from __future__ import annotations
@@ -10,46 +11,169 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from offramp.common.console import progress
 from offramp.common.device import exact_float32, pick_device
 from offramp.common.files import write_json, writing
-from offramp.common.seeds import mix
-from offramp.data import Batch, Dataset, load_dataset
+from offramp.common.images import Preprocessing
+from offramp.data import DATASETS, Batch, load_dataset, prepared_for, preprocessing_of
 from offramp.models.cost import ExitCost, exit_costs, lazy_costs
 from offramp.models.exits import ExitNet
 from offramp.models.registry import load_model
-from offramp.runs.config import RunConfig
-from offramp.runs.folder import PHASE1, read_config, refuse_other_data
+from offramp.runs.config import DataConfig
+from offramp.runs.folder import CONFIG, PHASE1, POLICY, holds_run, read_config, refuse_other_data
 from offramp.runs.manifest import name_damage
 from offramp.runs.outputs import EVAL, SUMMARY, EvalSummary, ExitScore
+from offramp.training.loaders import Loader, LoaderData
 
 THUMBS_PER_EXIT = 64
 BATCH_PIXELS = 1 << 20  # images of 32x32 go 1024 at a time, larger ones fewer
 
 
-def evaluate_run(run: str | Path, *, data_dir: str | Path | None = None, device: str = "auto") -> EvalSummary:
-    """Evaluate a finished run on its calibration and test splits; write `RUN/eval/` and return the summary."""
+class EvalData(Protocol):
+    """What evaluation asks of data; every `Dataset` has it, and so have loaders (loaders.py)."""
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """One for each class; none where they have no names."""
+
+    @property
+    def preprocessing(self) -> Preprocessing | None:
+        """How an image from elsewhere becomes one of these, where that is known."""
+
+    def size(self, split: str) -> int:
+        """How many samples a split holds, before it was swept at least about."""
+
+    def sweep(self, split: str, batch_size: int, device: torch.device) -> Iterator[Batch]:
+        """The samples of a split, in order."""
+
+    def difficulty(self, split: str) -> np.ndarray | None:
+        """How hard each sample of a split was made to be, where that is known."""
+
+    def some_thumbnails(self, split: str, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """At most `count` images to look at, uint8 [n, height, width, 3], and their numbers."""
+
+
+def evaluate_run(
+    run: str | Path, *, data_dir: str | Path | None = None, device: str = "auto", data: DataConfig | None = None
+) -> EvalSummary:
+    """Evaluate a finished run on its calibration and test splits; write `RUN/eval/` and return the summary.
+
+    `run` may be the folder of a mere model (`model.save`), which needs `data`: it does not know any.
+    """
     run, place = Path(run), pick_device(device)
+    if not holds_run(run) and (run / CONFIG).is_file():
+        return _evaluate_model(run, data, data_dir, place)
+    if data is not None and holds_run(run):
+        raise ValueError(f"{run} is a run, which is evaluated on its own data; --data is for bundles and saved models")
     config = read_config(run)
     model = load_model(run).to(place).eval()
     for folder in (run, run / PHASE1):
         name_damage(folder)
-    data = _load_data(config, data_dir)
-    if data.num_classes != config.model.num_classes:
+    own = load_dataset(config.data.name, data_dir=data_dir or config.data.dir, seed=config.seed, **config.data.given())
+    own = prepared_for(model, own, config.data.image_size)
+    if own.num_classes != config.model.num_classes:
         raise ValueError(
-            f"{run} was trained on {config.model.num_classes} classes, but this {data.name} has {data.num_classes}"
+            f"{run} was trained on {config.model.num_classes} classes, but this {own.name} has {own.num_classes}"
         )
-    refuse_other_data(run, data)
-    new = run / f"{EVAL}.part"  # an evaluation that fails leaves the one before it whole
+    refuse_other_data(run, own)
+    return _written(run, config.model.name, model, _costs(model), own, place)
+
+
+def _evaluate_model(
+    folder: Path, config: DataConfig | None, data_dir: str | Path | None, place: torch.device
+) -> EvalSummary:
+    """A saved model on data that are named for it."""
+    if config is None:
+        raise ValueError(
+            f"{folder} holds a model, not a run, so it knows no data; say which: offramp eval {folder} --data NAME, "
+            f"with NAME one of {', '.join(DATASETS)}"
+        )
+    model = load_model(folder).to(place).eval()
+    assert model.spec is not None
+    size = {} if config.name != "imagefolder" else {"image_size": model.input_shape[-1]}
+    data = load_dataset(config.name, data_dir=data_dir or config.dir, **{**size, **config.given()})
+    data = prepared_for(model, data, config.image_size)
+    if data.num_classes != model.spec.num_classes:
+        raise ValueError(
+            f"{folder} knows {model.spec.num_classes} classes, but this {data.name} has {data.num_classes}"
+        )
+    if data.image_size != model.input_shape[-1]:
+        raise ValueError(
+            f"{folder} takes images of {model.input_shape[-1]} pixels, {data.name} gives {data.image_size}"
+        )
+    return _written(folder, model.spec.name, model, _costs(model), data, place, told=True)
+
+
+def evaluate(
+    model: nn.Module,
+    *,
+    calibration: Loader | None = None,
+    test: Loader | None = None,
+    out: str | Path,
+    classes: Sequence[str] | None = None,
+    preprocessing: Preprocessing | None = None,
+    costs: Sequence[int] | None = None,
+) -> EvalSummary:
+    """Evaluate a network of any training loop into the folder `out`, as `offramp eval` does for a run.
+
+    `calibration` and `test` are loaders: iterables of (images, labels) with normalised float images, gone over once.
+    Thresholds come from the first, which must be neither trained nor tested on. `preprocessing` says how an image
+    becomes what the loaders give; an `ExitNet` may know it. `costs` are needed for a module that is no `ExitNet`: the
+    mul-adds up to each exit. A network that can be built again by its name is saved there too.
+    """
+    folder = Path(out)
+    if holds_run(folder):
+        raise ValueError(f"{folder} holds a run; evaluate that with evaluate_run, and choose another folder here")
+    spec = getattr(model, "spec", None)
+    prepared = preprocessing or preprocessing_of(model)
+    loaders = {name: loader for name, loader in (("calibration", calibration), ("test", test)) if loader is not None}
+    data = LoaderData(loaders, tuple(map(str, classes or ())), prepared)
+    name = type(model).__name__ if spec is None else spec.name
+    place = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
+    summary = _written(folder, name, model, _costs(model, costs), data, place, told=True)
+    (folder / POLICY).unlink(missing_ok=True)  # it was found on another evaluation, perhaps of other params
+    if isinstance(model, ExitNet) and spec is not None:
+        model.save(folder)
+    return summary
+
+
+def _costs(model: nn.Module, given: Sequence[int] | None = None) -> tuple[ExitCost, ...]:
+    """What each exit costs: found by walking a network of ours, else as given."""
+    if given is None and isinstance(model, ExitNet):
+        return exit_costs(model)
+    if given is None:
+        raise ValueError(
+            f"what each exit of a {type(model).__name__} costs cannot be found: give costs=[...], the mul-adds up to "
+            "each exit, or make it an ExitNet (ExitNet.from_parts)"
+        )
+    params = sum(tensor.numel() for tensor in model.parameters())  # of all of it: whose they are is not known
+    return tuple(ExitCost(k, params, int(cost), int(cost)) for k, cost in enumerate(given, 1))
+
+
+def _written(
+    run: Path,
+    name: str,
+    model: nn.Module,
+    costs: tuple[ExitCost, ...],
+    data: EvalData,
+    place: torch.device,
+    told: bool = False,
+) -> EvalSummary:
+    """Evaluate into `RUN/eval/`; one that fails leaves the one before it whole."""
+    new = run / f"{EVAL}.part"
     shutil.rmtree(new, ignore_errors=True)
     try:
-        summary = _evaluate(config, model, data, new, place)
+        summary = _evaluated(name, model, costs, data, new, place, data.name if told else None)
         shutil.rmtree(run / EVAL, ignore_errors=True)
         new.rename(run / EVAL)
     finally:
@@ -57,28 +181,27 @@ def evaluate_run(run: str | Path, *, data_dir: str | Path | None = None, device:
     return summary
 
 
-def _evaluate(config: RunConfig, model: ExitNet, data: Dataset, folder: Path, place: torch.device) -> EvalSummary:
-    costs = exit_costs(model)
+def _evaluated(
+    name: str,
+    model: nn.Module,
+    costs: tuple[ExitCost, ...],
+    data: EvalData,
+    folder: Path,
+    place: torch.device,
+    told: str | None,
+) -> EvalSummary:
     samples, exits = {}, {}
     for split in ("calibration", "test"):
         if data.size(split):
-            samples[split], hits = save_logits(model, data, split, folder / split, place)
+            samples[split], hits = save_logits(model, data, split, folder / split, place, len(costs))
             exits[split] = tuple(_score(cost, hits, samples[split]) for cost in costs)
-    summary = EvalSummary(
-        config.model.name,
-        samples,
-        exits,
-        data.class_names,
-        tuple(cost.mul_adds for cost in lazy_costs(model)),
-        data.preprocessing,
-    )
+    if not samples:
+        raise ValueError(f"{data.name} has neither a calibration nor a test split; there is nothing to evaluate")
+    lazy = lazy_costs(model) if isinstance(model, ExitNet) else costs
+    mul_adds = tuple(cost.mul_adds for cost in lazy)
+    summary = EvalSummary(name, samples, exits, data.class_names, mul_adds, data.preprocessing, told)
     write_json(folder / SUMMARY, summary.to_json())
     return summary
-
-
-def _load_data(config: RunConfig, data_dir: str | Path | None) -> Dataset:
-    place = config.data.dir if data_dir is None else data_dir
-    return load_dataset(config.data.name, data_dir=place, seed=config.seed, **config.data.given())
 
 
 def _score(cost: ExitCost, hits: np.ndarray, samples: int) -> ExitScore:
@@ -86,9 +209,9 @@ def _score(cost: ExitCost, hits: np.ndarray, samples: int) -> ExitScore:
     return ExitScore(cost.exit, cost.params, cost.mul_adds, cost.macs, top1, top5)
 
 
-def logits_of(model: ExitNet, data: Dataset, split: str, device: torch.device) -> Iterator[tuple[Batch, Tensor]]:
+def logits_of(model: nn.Module, data: EvalData, split: str, device: torch.device) -> Iterator[tuple[Batch, Tensor]]:
     """The logits [K, B, C] of each batch of a split, in evaluation mode; the model's mode is put back."""
-    batch = max(1, BATCH_PIXELS // data.image_size**2)
+    batch = max(1, BATCH_PIXELS // getattr(data, "image_size", 32) ** 2)
     training = model.training
     model.eval()
     try:
@@ -100,7 +223,7 @@ def logits_of(model: ExitNet, data: Dataset, split: str, device: torch.device) -
         model.train(training)
 
 
-def accuracy(model: ExitNet, data: Dataset, split: str, device: torch.device) -> list[float]:
+def accuracy(model: nn.Module, data: EvalData, split: str, device: torch.device) -> list[float]:
     """Top-1 of every exit on a split."""
     hits: Tensor | int = 0
     seen = 0
@@ -119,7 +242,7 @@ def count_hits(logits_KBC: Tensor, labels: Tensor) -> Tensor:
 
 
 def save_logits(
-    model: ExitNet, data: Dataset, split: str, folder: Path, device: torch.device
+    model: nn.Module, data: EvalData, split: str, folder: Path, device: torch.device, num_exits: int
 ) -> tuple[int, np.ndarray]:
     """Write what calibration needs of a split; the number of samples and the hits [2, K].
 
@@ -127,26 +250,32 @@ def save_logits(
     samples that could not be read leave no gap.
     """
     labels, index = [], []
-    hits = np.zeros((2, model.num_exits), np.int64)
+    hits = np.zeros((2, num_exits), np.int64)
+    classes = 0
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [folder / f"logits.{k}.part" for k in range(1, model.num_exits + 1)]
+    parts = [folder / f"logits.{k}.part" for k in range(1, num_exits + 1)]
     with ExitStack() as stack, progress(f"evaluating {split}", data.size(split)) as bar:
         for part in parts:
             stack.callback(part.unlink, missing_ok=True)
         files = [stack.enter_context(part.open("wb")) for part in parts]
         for batch, logits in logits_of(model, data, split, device):
+            if len(logits) != num_exits:
+                raise ValueError(f"the network gives the logits of {len(logits)} exits, its costs are {num_exits}")
             hits += count_hits(logits, batch.labels).cpu().numpy()
+            classes = logits.shape[-1]
             _append(files, logits, split)
             labels.append(batch.labels.cpu().numpy())
             index.append(batch.index.cpu().numpy())
             bar.advance(len(batch.labels), len(batch.labels))
         for file in files:
             file.flush()
-        samples, classes = sum(map(len, labels)), logits.shape[-1]
+        samples = sum(map(len, labels))
+        if not samples:
+            raise ValueError(f"the {split} split of {data.name} gave no images")
         _join(parts, folder / "logits.npy", (len(parts), samples, classes))
     _save_array(folder / "labels.npy", np.concatenate(labels))
     _save_array(folder / "index.npy", np.concatenate(index))
-    _save_extras(data, split, folder, model.num_exits)
+    _save_extras(data, split, folder, num_exits)
     return samples, hits
 
 
@@ -173,13 +302,12 @@ def _save_array(path: Path, values: np.ndarray) -> None:
         np.save(file, values)
 
 
-def _save_extras(data: Dataset, split: str, folder: Path, num_exits: int) -> None:
+def _save_extras(data: EvalData, split: str, folder: Path, num_exits: int) -> None:
     """Known difficulties, and a random handful of images for people to look at."""
     difficulty = data.difficulty(split)
     if difficulty is not None:
         _save_array(folder / "difficulty.npy", difficulty)
-    draw = np.random.default_rng(mix("thumbs", split))
-    count = min(data.size(split), THUMBS_PER_EXIT * num_exits)
-    rows = np.sort(draw.permutation(data.size(split))[:count])
-    with writing(folder / "thumbs.npz") as file:
-        np.savez_compressed(file, images=data.thumbnails(split, rows), index=data.index(split)[rows])
+    found = data.some_thumbnails(split, THUMBS_PER_EXIT * num_exits)
+    if found is not None:
+        with writing(folder / "thumbs.npz") as file:
+            np.savez_compressed(file, images=found[0], index=found[1])

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offramp.models.collaboration import CollaborativeNet, classifier
 from offramp.models.exits import State
 from offramp.models.registry import load_model
 from offramp.runs.config import ImtaConfig, RunConfig
-from offramp.training.objectives import Half, exit_losses, in_full_precision
+from offramp.training.forks import register_fork
+from offramp.training.objectives import Half, distances, distilled, exit_losses
 
 
 class _ScaledGradient(torch.autograd.Function):
@@ -50,6 +50,7 @@ def scale_gradient(x: Tensor, factor: float) -> Tensor:
     return cast(Tensor, _ScaledGradient.apply(x, factor))
 
 
+@register_fork("equilibrium")
 @dataclass(frozen=True)
 class GradientEquilibrium:
     """A fork: stage k receives (g_head + (K-k) g_next) / (K-k+1)."""
@@ -73,19 +74,12 @@ class OneForAll:
 
     temperature: float
     gamma: float
+    terms = 2
 
     def __call__(self, outputs: Sequence[Tensor], half: Half) -> Tensor:
         assert half.teacher is not None
-        *logits, teacher = in_full_precision([*outputs, half.teacher])
-        plain_BK = exit_losses(logits, half.labels)
-        target = F.log_softmax(teacher.detach() / self.temperature, dim=1)
-        distances = [
-            F.kl_div(F.log_softmax(x / self.temperature, dim=1), target, reduction="none", log_target=True).sum(1)
-            for x in logits[:-1]
-        ]
-        gap_BK = self.temperature**2 * torch.stack(distances, dim=1)
-        early = (1 - self.gamma) * plain_BK[:, :-1] + self.gamma * gap_BK
-        return torch.cat([early, plain_BK[:, -1:]], dim=1)
+        plain_BK = exit_losses(outputs, half.labels)
+        return distilled(plain_BK, distances(outputs[:-1], half.teacher, self.temperature), self.gamma)
 
     @staticmethod
     def of(config: ImtaConfig) -> OneForAll:
@@ -106,15 +100,14 @@ class OnFrozenFeatures(nn.Module):
         state: State = (images,)
         found: list[Tensor] = []
         for k in range(1, self.net.num_exits + 1):
-            feature, state = self.net.base_feature(k, state)
+            feature, state = self.net.advance(k, state)
             found.append(feature)
         return torch.cat(found, dim=1), self.teacher(found[-1])
 
     def forward(self, features: Tensor) -> list[Tensor]:
         outputs: list[Tensor] = []
         for k, feature in enumerate(features.split(self.net.widths, dim=1), 1):
-            seen = self.net.heard(k, feature, outputs[-1] if outputs else None)
-            outputs.append(self.net.heads[k - 1](seen))
+            outputs.append(self.net.answer(k, feature, outputs[-1] if outputs else None))
         return outputs
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from offramp.runs.config import WeightingConfig, parse
 from offramp.training.lookahead import check_optimizer
+from offramp.training.meta_gradient import refuse_blind_differences
 from offramp.training.method import Method
 from offramp.training.optimizers import cosine
 from offramp.training.step import train_step
@@ -27,7 +28,7 @@ class LearnedWeights:
     """Trains `model` (any module that returns a list of logits) with weights that are learned along.
 
     `settings` are those of a run's `[weighting]` (docs/methods/learned-weights.md): `q`, `delta`, `centring`,
-    `bound`, `inputs`, `interval`, `objective`, `order` and more; the defaults are the paper's for CIFAR.
+    `bound`, `inputs`, `interval`, `since`, `objective`, `order` and more; the defaults are the paper's for CIFAR.
     `weighting` names another registered weighting. `total_steps` lets the weight net's rate fall to 0 along a
     cosine; without it the rate stays.
     """
@@ -45,11 +46,10 @@ class LearnedWeights:
     ) -> None:
         check_optimizer(optimizer)
         own = parse(WeightingConfig, {"name": weighting, **settings})
-        if own.until < 1 and total_steps is None:
-            raise ValueError("until, a share of training, needs total_steps")
-        fork = getattr(model, "fork", None)
-        if own.engine == "finite_difference" and getattr(fork, "changes_gradients", False):
-            raise ValueError("engine finite_difference cannot see gradient equilibrium; use forward_mode")
+        for name, whole in (("since", 0), ("until", 1)):
+            if getattr(own, name) != whole and total_steps is None:
+                raise ValueError(f"{name}, a share of training, needs total_steps")
+        refuse_blind_differences(own.engine, getattr(model, "fork", None))
         self.model, self.optimizer, self.total_steps, self.steps = model, optimizer, total_steps, 0
         use_taped_layers(model)
         context = Context(num_exits, total_steps, seed, next(model.parameters()).device)
@@ -62,6 +62,7 @@ class LearnedWeights:
             raise ValueError("a batch needs at least two samples: one half trains, the other guides the weights")
         if self.total_steps:
             self.weighting.set_rate(cosine(min(self.steps, self.total_steps), self.total_steps))
+        self.weighting.begin_step(self.steps)
         halves = train_step(self.model, self.optimizer, self.method, images, labels, self.steps)
         self.steps += 1
         values = {"loss": torch.stack([h.loss for h in halves]).mean()}

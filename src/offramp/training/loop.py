@@ -10,14 +10,14 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offramp.common.device import suits_kernels, training_dtype
 from offramp.common.seeds import mix
@@ -37,10 +37,13 @@ from offramp.training.checkpoint import (
     save_checkpoint,
 )
 from offramp.training.cuda_graph import CapturedStep
+from offramp.training.ema import Ema
 from offramp.training.evaluate import accuracy
 from offramp.training.method import Method, Prepare
-from offramp.training.objectives import Objective
-from offramp.training.optimizers import cosine, new_optimizer, set_rate
+from offramp.training.mixing import Mixing
+from offramp.training.objectives import Objective, num_terms
+from offramp.training.optimizers import new_optimizer, rate_share, set_rate
+from offramp.training.probe import probe_heads
 from offramp.training.processes import Processes
 from offramp.training.step import HalfResult, train_step
 from offramp.training.tally import Tally, kept_in, save_samples
@@ -103,6 +106,16 @@ class Phase:
     prepare: Prepare | None = None
     final: bool = True
 
+    @property
+    def num_exits(self) -> int:
+        """Of what is trained."""
+        return int(getattr(self.module, "num_exits", self.model.num_exits))
+
+    def heads_to_probe(self) -> range:
+        """The heads that are new and trained, from 1: the last one is not, where the network was trained before."""
+        known = self.config.train.parts == "inner_heads" or self.config.train.network_epochs
+        return range(1, self.model.num_exits + (0 if known else 1))
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -126,10 +139,10 @@ def train_phase(phase: Phase, setup: Setup) -> Iterator[Progress]:
         yield Progress(total=loop.total, done=loop.step)
         with loop.metrics_log() as metrics:
             while loop.step < loop.total:
-                loop.set_rates(cosine(loop.step, loop.total))
+                loop.set_rates(rate_share(loop.step, loop.total, phase.config.train.warm_up_steps))
                 loop.seed_draws()
                 images, labels = next(loop.stream)
-                halves = loop.train_step(images, labels, loop.step)
+                halves = loop.train_step(images, labels, loop.step, loop.recipe())
                 loop.count(halves)
                 line = loop.end_epoch(halves[-1], metrics) if loop.step % loop.steps_per_epoch == 0 else None
                 loop.save_where_due(phase.final)
@@ -140,7 +153,8 @@ def train_phase(phase: Phase, setup: Setup) -> Iterator[Progress]:
         raise
     if setup.writes:
         with going_on_explained(phase.out):
-            write_tensors(phase.out / WEIGHTS, phase.model.state_dict())
+            with loop.averaged():
+                write_tensors(phase.out / WEIGHTS, phase.model.state_dict())
             write_manifest(phase.out, loop.known_files)
     setup.processes.wait()  # a second phase reads what the first process has just written
 
@@ -149,22 +163,30 @@ class Loop:
     """Everything that a step needs, and how far the run has come."""
 
     def __init__(self, phase: Phase, setup: Setup) -> None:
-        self.config, self.out, self.setup = phase.config, phase.out, setup
+        self.config, self.out, self.setup, self.module = phase.config, phase.out, setup, phase.module
         self.model, self.data = phase.model, phase.data
         config, module, batch = phase.config, phase.module, phase.config.train.batch
         self.steps_per_epoch = self.data.steps_per_epoch(batch)
         self.total = self.steps_per_epoch * config.train.epochs
+        refuse_endless_warm_up(config, self.total)
         module.to(setup.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+        if isinstance(phase.prepare, nn.Module):
+            phase.prepare.to(setup.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         fast = config.train.fast and setup.device.type == "cuda"
-        use_taped_layers(module, kernels=fast and kernels_suit(config, setup.device))
+        found = load_checkpoint(self.out) if phase.resume else None
+        if found is None and config.train.probe:
+            self.probe(phase.heads_to_probe())
         self.optimizer = new_optimizer(phase.model, config.train)
-        self.method = new_method(phase, setup, self.total)
-        self.tally = Tally(phase.model.num_exits, setup.device)
+        # after that: a network that holds kernels cannot be copied, which finding its params' stages takes
+        use_taped_layers(module, kernels=fast and kernels_suit(config, setup.device))
+        self.ema = None if config.train.ema is None else Ema(phase.model, config.train.ema)
+        self.method = new_method(phase, setup, self.total, self.ema)
+        self.tally = Tally(phase.num_exits, setup.device)
         self.step, self.seconds_before = 0, 0.0
         self.rows: list[dict[str, Any]] | None = None  # logged so far; states of older versions do not tell
         self.known_files: dict[str, str] = {}  # digests of what earlier calls wrote
-        if phase.resume:
-            self.restore()
+        if found is not None:
+            self.restore(found)
         self.train_step = (
             CapturedStep(module, self.optimizer, self.method)
             if fast
@@ -174,6 +196,15 @@ class Loop:
         self.stream = self.data.stream(batch, config.seed, setup.device, self.step, places)
         self.began, self.began_step = time.monotonic(), self.step
         self.saved = self.began
+
+    def probe(self, heads: range) -> None:
+        """Let new heads begin as linear probes: the first process fits them, the others take what it found."""
+        if self.setup.writes and heads:
+            probe_heads(self.model, heads, self.data, self.config.seed, self.setup.device)
+        for k in heads:
+            for tensor in self.model.heads[k - 1].state_dict().values():
+                own = tensor if self.setup.writes else torch.zeros_like(tensor)
+                tensor.copy_(self.setup.processes.sum(own))
 
     def metrics_log(self) -> Any:
         """The log that the first process writes; None in the others."""
@@ -187,13 +218,22 @@ class Loop:
         return log
 
     def set_rates(self, share: float) -> None:
-        """All learning rates at `share` of their initial values."""
-        set_rate(self.optimizer, share * self.config.train.initial_rate)
+        """All learning rates at `share` of their initial values, and the weighting at this step."""
+        self.rate = share * self.config.train.initial_rate
+        set_rate(self.optimizer, self.rate)
         self.method.weighting.set_rate(share)
+        self.method.weighting.begin_step(self.step)
 
     def seed_draws(self) -> None:
         """For networks that draw, such as those with dropout: what they draw follows from the step."""
         torch.manual_seed(mix(self.config.seed, "step", self.step, self.setup.processes.rank))
+
+    def recipe(self) -> Tensor | None:
+        """How samples are mixed at this step; the same in all processes."""
+        if self.method.mixing is None:
+            return None
+        drawn = self.method.mixing.draw(self.step, (self.data.image_size, self.data.image_size))
+        return drawn.to(self.setup.device, non_blocking=True)
 
     def count(self, halves: list[HalfResult]) -> None:
         """Add up what a step saw."""
@@ -205,13 +245,14 @@ class Loop:
         """Log the epoch; in the first process, evaluate and give a line for people."""
         self.tally.refuse_non_finite(self.out)
         config, epoch = self.config, self.step // self.steps_per_epoch
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        row = {"epoch": epoch, "step": self.step, "learning_rate": rate, **self.tally.means(self.setup.processes)}
+        row = {"epoch": epoch, "step": self.step, "learning_rate": self.rate, **self.tally.means(self.setup.processes)}
         self.tally.reset()
         if metrics is None:
             return None
         if epoch % config.train.eval_every == 0 or self.step == self.total:
-            row |= calibration_accuracy(self.model, self.data, self.setup.device)
+            with self.averaged():
+                row |= calibration_accuracy(self.model, self.data, self.setup.device)
+            self.module.train()  # the network's own mode knows nothing of frozen parts
         images_done = (self.step - self.began_step) * config.train.batch
         spent = time.monotonic() - self.began
         row["images_per_s"] = round(images_done / spent, 1)
@@ -222,6 +263,10 @@ class Loop:
             save_samples(self.out, epoch, half, config.weighting.q)
             metrics.add(row)
         return epoch_line(row, config.train.epochs)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """What is evaluated and kept at the end: the average of the params, if there is one."""
+        return nullcontext() if self.ema is None else self.ema.in_place()
 
     def save_where_due(self, final: bool) -> None:
         """Save the state now and then, at the end, and before leaving on request."""
@@ -256,21 +301,22 @@ class Loop:
             "weighting": self.method.weighting.tensors(),
             "tally": self.tally.summed(self.method.processes),
         }
+        if self.ema is not None:
+            parts["ema"] = self.ema.tensors()
         return Checkpoint(self.step, parts, {"seconds": self.seconds(), "metrics": self.rows})
 
     def epochs_logged(self) -> list[int]:
         """The epochs whose rows and samples are written."""
         return [row["epoch"] for row in self.rows or []]
 
-    def restore(self) -> None:
-        """Put the run's last state back, if anything was saved yet."""
-        found = load_checkpoint(self.out)
-        if found is None:
-            return
+    def restore(self, found: Checkpoint) -> None:
+        """Put the run's last state back."""
         load_tensors(self.model, found.parts["model"], self.out / "last")
         load_optimizer_tensors(self.model, self.optimizer, found.parts["optimizer"])
         self.method.weighting.load_tensors(found.parts["weighting"])
         self.tally.load(found.parts["tally"], self.method.processes)
+        if self.ema is not None:
+            self.ema.load_tensors(found.parts["ema"])
         self.step, self.seconds_before = found.step, float(found.info.get("seconds", 0.0))  # older ones do not tell
         self.rows, self.known_files = found.info.get("metrics"), found.info.get("files", {})
 
@@ -284,11 +330,11 @@ class Loop:
         return f"epoch {epoch}/{self.config.train.epochs}" if self.step < self.total else "training"
 
 
-def new_method(phase: Phase, setup: Setup, total_steps: int) -> Method:
+def new_method(phase: Phase, setup: Setup, total_steps: int, ema: Ema | None = None) -> Method:
     """The configured way of training."""
     config, device = phase.config, setup.device
     dtype = training_dtype(config.train.precision, device)
-    context = Context(phase.model.num_exits, total_steps, config.seed, device)
+    context = Context(phase.num_exits, total_steps, config.seed, device, num_terms(phase.objective))
     return Method(
         new_weighting(config.weighting, context),
         config.weighting,
@@ -297,7 +343,18 @@ def new_method(phase: Phase, setup: Setup, total_steps: int) -> Method:
         processes=setup.processes,
         autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
         prepare=phase.prepare,
+        ema=ema,
+        mixing=Mixing.of(config.train, phase.data.num_classes, config.seed),
     )
+
+
+def refuse_endless_warm_up(config: RunConfig, total_steps: int) -> None:
+    """A warm-up must end before training does."""
+    if config.train.warm_up_steps and config.train.warm_up_steps >= total_steps:
+        raise ValueError(
+            f"train.warm_up_steps is {config.train.warm_up_steps}, but training has only {total_steps} steps; "
+            "warm up for fewer"
+        )
 
 
 def kernels_suit(config: RunConfig, device: torch.device) -> bool:

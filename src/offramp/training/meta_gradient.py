@@ -25,10 +25,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from offramp.common.seeds import GeneratorStates, draws_from
+from offramp.common.generators import GeneratorStates, draws_from
 from offramp.training.lookahead import Params, look_ahead
 from offramp.training.method import Method
-from offramp.training.objectives import Half, allocate, exit_confidences, exit_losses, mean_weights, weighted_loss
+from offramp.training.objectives import (
+    Half,
+    allocate,
+    exit_confidences,
+    exit_losses,
+    mean_weights,
+    soft_shares,
+    weighted_loss,
+)
 from offramp.training.tape import Tape, no_trace, touched_buffers
 
 # The first dual tensor makes torch load its own decompositions, which it warns about itself.
@@ -38,7 +46,10 @@ with warnings.catch_warnings(action="ignore"), fwAD.dual_level():
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward pass over a half: outputs and losses with their graph, the generator states before it, its tape."""
+    """The forward pass over a half: outputs and losses with their graph, the generator states before it, its tape.
+
+    Here and in what follows K stands for all columns that have a weight: the exits, or the exits of each term.
+    """
 
     half: Half
     outputs: Sequence[Tensor]
@@ -83,19 +94,26 @@ class Problem:
         """The train half's losses at other params, with the draws (dropout) of the first forward."""
         half = self.train.half
         with draws_from(self.train.generator_states, self.train.device):
-            return self.method.objective(self.outputs_at(params, half.images, replayed), half)
+            return self.method.losses(self.outputs_at(params, half.images, replayed), half)
 
     def meta_loss_at(self, params: Params) -> Tensor:
         """The meta loss at other params."""
         return self.meta_loss(self.outputs_at(params, self.meta_half.images))
 
     def meta_loss(self, outputs: Sequence[Tensor]) -> Tensor:
-        """The meta loss of outputs: each exit's mean over the samples that would leave there (Eq. 6), or over all."""
+        """The meta loss of outputs: each exit's mean over the samples that would leave there (Eq. 6), or over all.
+
+        Or, for a policy, the mean over samples of their loss where they leave, by soft shares.
+        """
         processes, settings = self.method.processes, self.method.settings
         losses_BK = exit_losses(outputs, self.meta_half.labels)
+        samples = len(losses_BK) * processes.size
         if settings.objective == "whole":
-            return losses_BK.sum() / (len(losses_BK) * processes.size)
-        confidences_NK = processes.gather(exit_confidences(outputs))
+            return losses_BK.sum() / samples
+        confidences_NK = processes.gather(exit_confidences(outputs, settings.through_exits))
+        if settings.objective == "policy":
+            shares_NK = soft_shares(confidences_NK, settings.q, settings.temperature)
+            return (processes.own_rows(shares_NK) * losses_BK).sum() / samples
         means_NK = mean_weights(allocate(confidences_NK, settings.q), len(outputs))
         return (processes.own_rows(means_NK).to(losses_BK.dtype) * losses_BK).sum()
 
@@ -172,6 +190,16 @@ def double_backward(problem: Problem) -> MetaGradient:
 ESTIMATORS: dict[str, Estimator] = {
     estimator.__name__: estimator for estimator in (forward_mode, double_backward, finite_difference)
 }
+
+
+def refuse_blind_differences(engine: str, *parts: object) -> None:
+    """Raise for differences of forward passes where an objective or a fork has other gradients than its values have."""
+    for part in parts:
+        if engine == "finite_difference" and getattr(part, "changes_gradients", False):
+            raise ValueError(
+                f"weighting.engine=finite_difference cannot see what {type(part).__name__} does to gradients, which "
+                "are not those of its values; use forward_mode"
+            )
 
 
 def _direction(problem: Problem, params: Params) -> tuple[Params, Tensor]:

@@ -74,14 +74,20 @@ class Tally:
 
 
 def save_samples(run: Path, epoch: int, half: HalfResult, q: float) -> None:
-    """Keep what some samples of the epoch's last half looked like, for the report."""
+    """Keep what some samples of the epoch's last half looked like, for the report.
+
+    A sample's weight at an exit is the mean over terms; with several terms, `term_weights` has them all, [n, terms, K].
+    """
     rows = slice(SAMPLES_KEPT)
+    terms = half.term_weights[rows]
     kept = {
         "losses": half.losses_BK[rows],
         "confidences": half.confidences_BK[rows],
-        "weights": half.weights_BK[rows],
+        "weights": terms.mean(1),
         "exits": allocate(half.confidences_BK, q)[rows],
     }
+    if terms.shape[1] > 1:
+        kept["term_weights"] = terms
     with writing(run / sample_name(epoch)) as file:
         arrays: dict[str, Any] = {name: tensor.float().cpu().numpy() for name, tensor in kept.items()}
         np.savez_compressed(file, **arrays)

@@ -16,20 +16,27 @@ from offramp.common.console import Bar, progress
 from offramp.common.device import pick_device
 from offramp.common.seeds import mix
 from offramp.common.signals import Stopped, caught_signals, listen_again
-from offramp.data import DATASETS, Dataset, load_dataset
+from offramp.data import DATASETS, ArrayDataset, Dataset, load_dataset, prepared_for
 from offramp.data.augment import AUGMENTATIONS
 from offramp.models.collaboration import CollaborativeNet
-from offramp.models.exits import ExitNet, ModelSpec
-from offramp.models.registry import build, model_entry, override_names
-from offramp.runs.config import RunConfig
+from offramp.models.exits import ExitNet
+from offramp.models.libraries import is_library_name
+from offramp.models.registry import create_model, load_model, model_entry, override_names
+from offramp.runs.config import RunConfig, WeightingConfig
 from offramp.runs.folder import PHASE1
-from offramp.training.imta import GradientEquilibrium, OneForAll, on_top_of, without_collaboration
+from offramp.training.checkpoint import has_checkpoint
+from offramp.training.forks import FORKS, new_fork
+from offramp.training.imta import OneForAll, on_top_of, without_collaboration
 from offramp.training.lookahead import check_optimizer
 from offramp.training.loop import Phase, Progress, Setup, train_phase
+from offramp.training.meta_gradient import refuse_blind_differences
 from offramp.training.method import Method
-from offramp.training.objectives import OBJECTIVES, new_objective
+from offramp.training.objectives import OBJECTIVES, new_objective, num_terms, without_exits
 from offramp.training.optimizers import OPTIMIZERS, new_optimizer
+from offramp.training.parts import HeadsOnFeatures, part_to_train
+from offramp.training.probe import linear_layer
 from offramp.training.processes import joined_processes
+from offramp.training.teacher import Taught, load_teacher
 from offramp.training.weighting import WEIGHTINGS, Context, new_weighting
 
 Job = tuple[RunConfig, Path]
@@ -123,7 +130,8 @@ def whole_run(config: RunConfig, out: Path, resume: bool) -> Phase:
     refuse_unknown_names(config)
     data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.given())
     config = fit_to_data(config, data)
-    model = new_model(config)
+    model = new_model(config, starts=not (resume and has_checkpoint(out)))
+    data = prepared_for(model, data, config.data.image_size)
     refuse_other_size(model, data)
     phase = plain_phase(config, out, data, model, resume)
     refuse_what_does_not_fit(phase)
@@ -131,23 +139,57 @@ def whole_run(config: RunConfig, out: Path, resume: bool) -> Phase:
 
 
 def phases_of(whole: Phase, setup: Setup) -> Iterator[Phase]:
-    """The phases of a run, each made when the one before it is over: two with IMTA's collaboration, else one."""
+    """The phases of a run, each made when the one before it is over: two with IMTA's collaboration or where the network
+    is trained alone first, else one.
+    """
     config, out, data, model = whole.config, whole.out, whole.data, whole.model
-    if not isinstance(model, CollaborativeNet):
+    collaborates = isinstance(model, CollaborativeNet)
+    if not collaborates and not config.train.network_epochs:
         yield whole
         return
     setup.begin(out, config, data, whole.resume)
-    first = without_collaboration(config)
+    first = without_collaboration(config) if collaborates else network_alone(config)
     yield replace(plain_phase(first, out / PHASE1, data, new_model(first), resume=True), final=False)
-    module = on_top_of(out / PHASE1, model)
-    yield Phase(config, out, data, model, module, OneForAll.of(config.imta), True, module.prepare)
+    if isinstance(model, CollaborativeNet):
+        module = on_top_of(out / PHASE1, model)
+        yield Phase(config, out, data, model, module, OneForAll.of(config.imta), True, module.prepare)
+    else:
+        model.load_state_dict(load_model(out / PHASE1).state_dict())
+        yield replace(whole, resume=True)
+
+
+def network_alone(config: RunConfig) -> RunConfig:
+    """The first phase of a run that trains its network alone first: no inner exits, so nothing between exits either."""
+    train = replace(
+        config.train,
+        epochs=config.train.network_epochs or 0,
+        network_epochs=None,
+        parts="last_exit",
+        probe=False,
+        fork=None,
+        fork_options={},
+    )
+    return replace(
+        config,
+        train=train,
+        objective=without_exits(config.objective),
+        weighting=WeightingConfig(),
+        imta=replace(config.imta, equilibrium=False),
+    )
 
 
 def plain_phase(config: RunConfig, out: Path, data: Dataset, model: ExitNet, resume: bool) -> Phase:
     """The whole network, trained as configured."""
-    if config.imta.equilibrium:
-        model.fork = GradientEquilibrium(model.num_exits)
-    return Phase(config, out, data, model, model, new_objective(config.objective), resume)
+    model.fork = new_fork(config, model.num_exits)
+    if model.fork is not None and not model.takes_forks:
+        raise ValueError("train.fork is for networks whose exits share a backbone; a cascade's networks share none")
+    objective = new_objective(config.objective)
+    module = part_to_train(model, config.train.parts)
+    prepare = module.prepare if isinstance(module, HeadsOnFeatures) else None
+    run = getattr(objective, "teacher", None)
+    if run is not None:
+        prepare = Taught(load_teacher(run, data, config.data), prepare)
+    return Phase(config, out, data, model, module, objective, resume, prepare)
 
 
 def refuse_unknown_names(config: RunConfig) -> None:
@@ -157,17 +199,29 @@ def refuse_unknown_names(config: RunConfig) -> None:
     WEIGHTINGS[config.weighting.name]
     OBJECTIVES[config.objective.name]
     OPTIMIZERS[config.train.optimizer]
+    if config.train.fork is not None:
+        FORKS[config.train.fork]
     if config.data.augmentation is not None:
         AUGMENTATIONS[config.data.augmentation]
 
 
 def refuse_what_does_not_fit(phase: Phase) -> None:
     """Raise if optimiser, weighting and objective do not go with the network or with each other."""
-    optimizer = new_optimizer(phase.model, phase.config.train)
-    context = Context(phase.model.num_exits, 1, phase.config.seed)
-    method = Method(new_weighting(phase.config.weighting, context), clip_norm=phase.config.train.clip_norm)
+    settings = phase.config.train
+    if getattr(phase.objective, "needs_frozen_last", False) and settings.parts != "inner_heads":
+        raise ValueError(
+            "objective.options.labels=false with source=last needs train.parts=inner_heads: a trained last exit"
+        )
+    if settings.probe:
+        for k in phase.heads_to_probe():
+            linear_layer(phase.model.heads[k - 1])
+    optimizer = new_optimizer(phase.model, settings)
+    context = Context(phase.num_exits, 1, phase.config.seed, terms=num_terms(phase.objective))
+    weighting = phase.config.weighting
+    method = Method(new_weighting(weighting, context), weighting, phase.objective, clip_norm=settings.clip_norm)
     if method.weighting.taught:
         check_optimizer(optimizer)
+        refuse_blind_differences(weighting.engine, phase.objective, phase.model.fork)
 
 
 def fit_to_data(config: RunConfig, data: Dataset) -> RunConfig:
@@ -177,7 +231,16 @@ def fit_to_data(config: RunConfig, data: Dataset) -> RunConfig:
             f"model.num_classes is {config.model.num_classes}, but {data.name} has {data.num_classes} classes"
         )
     overrides = config.model.overrides | ({"collaboration": True} if config.imta.collaboration else {})
+    overrides = implied_size(config, data) | overrides
     return replace(config, model=replace(config.model, num_classes=data.num_classes, overrides=overrides))
+
+
+def implied_size(config: RunConfig, data: Dataset) -> dict[str, int]:
+    """A library's network is built for the size that was asked of the data, or that they have."""
+    if not is_library_name(config.model.name):
+        return {}
+    size = data.image_size if isinstance(data, ArrayDataset) else config.data.image_size
+    return {} if size is None else {"image_size": size}
 
 
 def refuse_other_size(model: ExitNet, data: Dataset) -> None:
@@ -190,12 +253,13 @@ def refuse_other_size(model: ExitNet, data: Dataset) -> None:
         raise ValueError(f"the model takes images of {model.input_shape[-1]} pixels, {data.name} gives {size}; {how}")
 
 
-def new_model(config: RunConfig) -> ExitNet:
-    """A fresh network, its params drawn from the seed."""
+def new_model(config: RunConfig, starts: bool = True) -> ExitNet:
+    """A network whose params are drawn from the seed or, where training `starts` from others, are those."""
     for key in ("name", "num_classes"):
         if key in config.model.overrides:
             raise ValueError(f"model.overrides.{key} is not an override; set model.{key}")
     assert config.model.num_classes is not None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(config.seed, "init"))
-        return build(ModelSpec(config.model.name, config.model.num_classes, config.model.overrides))
+        own = config.model
+        return create_model(own.name, own.num_classes, pretrained=own.pretrained if starts else False, **own.overrides)

@@ -1,8 +1,9 @@
 """Weightings: how much each sample counts at each exit.
 
-A weighting turns losses and confidences [B, K] of a train half into weights [B, K]. The conventional one, the
-hand-made ones of the paper's ablations and the learned one differ in this object alone. `weighting.name` names one;
-it is made by `factory(settings, context)`.
+A weighting turns losses and confidences [B, K] of a train half into weights [B, K] or, with `weighting.terms=each`,
+into weights for each term of the objective, [B, terms * K]. The conventional one, the hand-made ones of the paper's
+ablations and the learned one differ in this object alone. `weighting.name` names one; it is made by
+`factory(settings, context)`.
 """
 
 from __future__ import annotations
@@ -23,19 +24,23 @@ from offramp.training.checkpoint import load_checkpoint
 from offramp.training.objectives import allocate, mean_weights
 from offramp.training.optimizers import set_rate
 
-Over = tuple[int, ...]  # dimensions of [B, K]
+Over = tuple[int, ...]  # dimensions of [B, K]; with weights for each term, of [B, terms * K]
 CENTRINGS: dict[str, tuple[Over, ...]] = {"exit": ((1,),), "batch": ((0,),), "all": ((0, 1),), "both": ((1,), (0,))}
 SLOPE = (0.6, 1.4)  # the paper's fixed weights, first to last exit
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a weighting may need to know of the run that it is made for; `total_steps` None: nobody knows its end."""
+    """What a weighting may need to know of the run that it is made for; `total_steps` None: nobody knows its end.
+
+    `terms` are those of its objective.
+    """
 
     num_exits: int
     total_steps: int | None = None
     seed: int = 0
     device: torch.device = torch.device("cpu")
+    terms: int = 1
 
 
 class Weighting:
@@ -44,8 +49,11 @@ class Weighting:
     taught = False  # whether a meta-gradient teaches it, which needs look-ahead steps
 
     def weights(self, losses_BK: Tensor, confidences_BK: Tensor) -> Tensor:
-        """How much each sample of the half counts at each exit, [B, K]."""
+        """How much each sample of the half counts at each exit, [B, K], or at each exit of each term."""
         raise NotImplementedError
+
+    def begin_step(self, step: int) -> None:
+        """Called before each step, outside of what a CUDA graph repeats."""
 
     def learns(self, step: int) -> bool:
         """Whether it is taught at this step."""
@@ -133,17 +141,18 @@ class SelectionWeighting(Weighting):
 
 
 class WeightNet(nn.Sequential):
-    """The paper's WPN: an MLP with `depth` hidden layers from losses (or confidences) to tanh, [B, K]."""
+    """The paper's WPN: an MLP with `depth` hidden layers from losses (or confidences) to tanh, [B, terms * K]."""
 
-    def __init__(self, num_exits: int, settings: WeightingConfig) -> None:
+    def __init__(self, num_exits: int, settings: WeightingConfig, terms: int = 1) -> None:
         sizes = [num_exits * (2 if settings.inputs == "both" else 1), *[settings.width] * settings.depth]
         hidden = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]
-        super().__init__(*hidden, nn.Linear(sizes[-1], num_exits), nn.Tanh())
+        super().__init__(*hidden, nn.Linear(sizes[-1], terms * num_exits), nn.Tanh())
 
 
 def centred(tanh_BK: Tensor, centring: str, bound: bool) -> Tensor:
     """Perturbations that sum to zero over each sample's exits, each exit's batch, everything, or both of the first.
 
+    Exits of different terms are so many columns more: a sample's weights average to one over its exits and terms.
     Centring follows the tanh, so a value can leave -1..1; `bound` scales its group back where that happens.
     """
     shifted = tanh_BK
@@ -160,9 +169,11 @@ class NetWeighting(Weighting):
 
     def __init__(self, settings: WeightingConfig, context: Context) -> None:
         self.settings, self.num_exits = settings, context.num_exits
+        self.delta: float | Tensor = settings.delta
+        terms = context.terms if settings.terms == "each" else 1
         with torch.random.fork_rng(devices=[]):  # its own draws: the network's are the same without it
             torch.manual_seed(mix(context.seed, "weight net"))
-            self.net = WeightNet(context.num_exits, settings).to(context.device)
+            self.net = WeightNet(context.num_exits, settings, terms).to(context.device)
 
     def weights(self, losses_BK: Tensor, confidences_BK: Tensor) -> Tensor:
         if losses_BK.shape[1] != self.num_exits:
@@ -172,7 +183,7 @@ class NetWeighting(Weighting):
         with torch.autocast(seen.device.type, enabled=False):
             tanh_BK = self.net(seen.to(next(self.net.parameters()).dtype))
         centred_BK = centred(tanh_BK, self.settings.centring, self.settings.bound)
-        return (1 + self.settings.delta * centred_BK).to(losses_BK.dtype)
+        return (1 + self.delta * centred_BK).to(losses_BK.dtype)
 
     def tensors(self) -> dict[str, Tensor]:
         return {f"net.{name}": tensor for name, tensor in self.net.state_dict().items()}
@@ -200,6 +211,8 @@ def _frozen(settings: WeightingConfig, context: Context) -> FrozenWeighting:
     trained, checkpoint = read_config(run).weighting, load_checkpoint(run)
     if trained.name != "learned" or checkpoint is None or not (run / WEIGHTS).is_file():
         raise ValueError(f"{run} holds no finished weight net: it is not a finished run with learned weights")
+    if trained.terms == "each" and settings.terms == "sum":
+        raise ValueError(f"the weight net of {run} has weights for each term; set weighting.terms=each")
     frozen = FrozenWeighting(trained, context)
     frozen.load_tensors(checkpoint.parts["weighting"])
     return frozen
@@ -209,14 +222,17 @@ def _frozen(settings: WeightingConfig, context: Context) -> FrozenWeighting:
 class LearnedWeighting(NetWeighting):
     """Weights from a weight net that is trained along, with Adam, by the meta-gradient.
 
-    It learns at every `interval`-th step of the first `until` of training.
+    It learns at every `interval`-th step between the shares `since` and `until` of training. All weights are 1 before.
     """
 
     taught = True
 
     def __init__(self, settings: WeightingConfig, context: Context) -> None:
         super().__init__(settings, context)
+        self.first = 0 if context.total_steps is None else ceil(settings.since * context.total_steps)
         self.last = None if context.total_steps is None else ceil(settings.until * context.total_steps)
+        if self.first:  # on the device, so that one CUDA graph serves before and after
+            self.delta = torch.zeros((), dtype=torch.float64, device=context.device)
         on_gpu = next(self.net.parameters()).is_cuda
         self.optimizer = torch.optim.Adam(
             self.net.parameters(),
@@ -226,8 +242,13 @@ class LearnedWeighting(NetWeighting):
             capturable=on_gpu,
         )
 
+    def begin_step(self, step: int) -> None:
+        if isinstance(self.delta, Tensor):
+            self.delta.fill_(self.settings.delta if step >= self.first else 0.0)
+
     def learns(self, step: int) -> bool:
-        return step % self.settings.interval == 0 and (self.last is None or step < self.last)
+        in_time = step >= self.first and (self.last is None or step < self.last)
+        return in_time and step % self.settings.interval == 0
 
     def learn(self, weights_BK: Tensor, gradient_BK: Tensor) -> None:
         """One Adam step of the weight net, given the gradient of the meta loss by the weights it gave."""

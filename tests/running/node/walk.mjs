@@ -18,7 +18,7 @@ const float = Math.fround;
 
 function readBundle(folder) {
   const manifest = JSON.parse(readFileSync(join(folder, "bundle.json"), "utf8"));
-  if (manifest.schema > 1) throw new Error("the bundle is newer than this client");
+  if (manifest.schema > 2) throw new Error("the bundle is newer than this client");
   if (manifest.format !== "onnx") throw new Error("this client runs ONNX bundles only");
   const files = {};
   for (const [name, digest] of Object.entries(manifest.files)) {
@@ -161,32 +161,38 @@ function middle(image) {
 }
 
 /** Step 5. */
-function resized(image, resize) {
+function resized(image, { resize, interpolation }) {
   const [short, long] = [Math.min(image.width, image.height), Math.max(image.width, image.height)];
   if (short === resize) return image;
   const longer = Math.max(resize, Math.floor((resize * long) / short));
   const [width, height] = image.width <= image.height ? [resize, longer] : [longer, resize];
   const columnsFirst = image.height > height && image.height - height > 2 * (image.width - width);
-  return columnsFirst ? rowsTo(columnsTo(image, height), width) : columnsTo(rowsTo(image, width), height);
+  const kind = interpolation ?? "bilinear";
+  if (columnsFirst) return rowsTo(columnsTo(image, height, kind), width, kind);
+  return columnsTo(rowsTo(image, width, kind), height, kind);
 }
 
-function rowsTo(image, width) {
+function rowsTo(image, width, kind) {
+  if (image.width === width) return image;
   const out = { width, height: image.height, pixels: new Uint8Array(3 * width * image.height) };
   for (let y = 0; y < image.height; y += 1) {
-    for (let c = 0; c < 3; c += 1) resizeLine(image, 3 * y * image.width + c, 3, image.width, out, 3 * y * width + c, 3, width);
+    for (let c = 0; c < 3; c += 1) {
+      resizeLine(image, 3 * y * image.width + c, 3, image.width, out, 3 * y * width + c, 3, width, kind);
+    }
   }
   return out;
 }
 
-function columnsTo(image, height) {
+function columnsTo(image, height, kind) {
+  if (image.height === height) return image;
   const step = 3 * image.width;
   const out = { width: image.width, height, pixels: new Uint8Array(step * height) };
-  for (let x = 0; x < step; x += 1) resizeLine(image, x, step, image.height, out, x, step, height);
+  for (let x = 0; x < step; x += 1) resizeLine(image, x, step, image.height, out, x, step, height, kind);
   return out;
 }
 
-function resizeLine(from, fromBegin, fromStep, n, to, toBegin, toStep, m) {
-  filters(n, m).forEach(({ first, weights }, i) => {
+function resizeLine(from, fromBegin, fromStep, n, to, toBegin, toStep, m, kind) {
+  filters(n, m, kind).forEach(({ first, weights }, i) => {
     let sum = 2 ** 21;
     weights.forEach((k, j) => {
       sum += from.pixels[fromBegin + (first + j) * fromStep] * k;
@@ -197,21 +203,37 @@ function resizeLine(from, fromBegin, fromStep, n, to, toBegin, toStep, m) {
 
 const known = new Map();
 
-function filters(n, m) {
-  if (!known.has(`${n} ${m}`)) known.set(`${n} ${m}`, Array.from({ length: m }, (_, i) => filter(n, m, i)));
-  return known.get(`${n} ${m}`);
+function filters(n, m, kind) {
+  const key = `${n} ${m} ${kind}`;
+  if (!known.has(key)) known.set(key, Array.from({ length: m }, (_, i) => filter(n, m, i, kind)));
+  return known.get(key);
 }
 
-function filter(n, m, i) {
+const curves = {
+  bilinear: { reach: 1, f: (x) => Math.max(0, 1 - Math.abs(x)) },
+  bicubic: {
+    reach: 2,
+    f: (signed) => {
+      const x = Math.abs(signed);
+      if (x < 1) return (1.5 * x - 2.5) * x * x + 1;
+      return x < 2 ? (((x - 5) * x + 8) * x - 4) * -0.5 : 0;
+    },
+  },
+};
+
+function filter(n, m, i, kind) {
+  if (!curves[kind]) throw new Error(`the interpolation ${kind} is not known`);
+  const { reach, f } = curves[kind];
   const scale = n / m;
-  const support = Math.max(scale, 1);
+  const wide = Math.max(scale, 1);
+  const support = reach * wide;
   const centre = (i + 0.5) * scale;
   const first = Math.max(0, Math.trunc(centre - support + 0.5));
   const last = Math.min(n, Math.trunc(centre + support + 0.5));
   const w = [];
-  for (let j = first; j < last; j += 1) w.push(Math.max(0, 1 - Math.abs((j - centre + 0.5) * (1 / support))));
+  for (let j = first; j < last; j += 1) w.push(f((j - centre + 0.5) * (1 / wide)));
   const total = w.reduce((a, b) => a + b, 0);
-  return { first, weights: w.map((one) => Math.trunc(0.5 + (one / total) * 2 ** 22)) };
+  return { first, weights: w.map((one) => Math.trunc((one / total < 0 ? -0.5 : 0.5) + (one / total) * 2 ** 22)) };
 }
 
 /** Step 6, and the channels one after the other. */
@@ -234,8 +256,8 @@ function halfToEven(value) {
   return down % 2 === 0 ? down : down + 1;
 }
 
-function cut(data, { size, resize }) {
-  return cropped(resized(middle(readImage(data)), resize), size);
+function cut(data, preprocessing) {
+  return cropped(resized(middle(readImage(data)), preprocessing), preprocessing.size);
 }
 
 // ---- From an array to an answer

@@ -1,6 +1,7 @@
 """Stages run by ONNX Runtime, one graph each; numpy arrays in and out, no torch.
 
-Graph k takes `state_0`, `state_1`, ... and gives `logits` and `next_0`, `next_1`, ...
+Graph k takes `state_0`, `state_1`, ... and gives `logits` and `next_0`, `next_1`, ... On a GPU the stages run by ONNX
+Runtime's CUDA provider, where that is installed; between stages the state lies on the host.
 """
 
 from __future__ import annotations
@@ -10,10 +11,13 @@ import platform
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from offramp.common.names import check_device_name
 from offramp.measuring.confidence import confidences
+from offramp.running.engines.onnx_files import refuse_external_data
 from offramp.running.engines.protocol import EngineState
 
 _shared = False
@@ -40,6 +44,29 @@ def share_threads() -> None:
             return
 
 
+class NoSuchDevice(ValueError):
+    """A device was asked for that is not here."""
+
+
+CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+
+
+def providers(device: str) -> list[Any]:
+    """What ONNX Runtime shall run on; `auto` is the GPU if it can use one. A device it cannot use is a ValueError."""
+    import onnxruntime as ort
+
+    check_device_name(device)
+    if device == "cpu" or (device == "auto" and CUDA not in ort.get_available_providers()):
+        return [CPU]
+    if CUDA not in ort.get_available_providers():
+        raise NoSuchDevice(
+            f"device {device!r} was asked for, but the onnxruntime here has no {CUDA}; "
+            "use --device cpu, or install onnxruntime-gpu in its place"
+        )
+    number = device.partition(":")[2] or "0"
+    return [(CUDA, {"device_id": number, "use_tf32": "0"}), CPU]  # float32 means float32
+
+
 class OnnxEngine:
     """One session per stage."""
 
@@ -49,9 +76,11 @@ class OnnxEngine:
         measure: str = "max_softmax",
         temperatures: Sequence[float] | None = None,
         threads: int | None = None,
+        device: str = "cpu",
     ) -> None:
         import onnxruntime as ort
 
+        wanted = providers(device)
         options = ort.SessionOptions()
         options.log_severity_level = 3
         if _shared:
@@ -59,11 +88,18 @@ class OnnxEngine:
         else:  # threads that spin after a stage would take the cores from the next one's
             options.add_session_config_entry("session.intra_op.allow_spinning", "0")
             options.intra_op_num_threads = threads or cores()
-        sources = [s if isinstance(s, bytes) else str(s) for s in stages]
-        self.sessions = [ort.InferenceSession(s, options, providers=["CPUExecutionProvider"]) for s in sources]
+        graphs = [stage if isinstance(stage, bytes) else Path(stage).read_bytes() for stage in stages]
+        for graph in graphs:
+            refuse_external_data(graph)
+        self.sessions = [ort.InferenceSession(graph, options, providers=wanted) for graph in graphs]
+        on_gpu = all(CUDA in session.get_providers() for session in self.sessions)
+        if device not in ("auto", "cpu") and not on_gpu:  # it falls back to the CPU by itself
+            raise NoSuchDevice(f"device {device!r} was asked for, but onnxruntime finds no such GPU here")
         self.names = [[i.name for i in session.get_inputs()] for session in self.sessions]
         self.num_exits, self.ahead = len(self.sessions), 0
-        self.place = f"{platform.processor() or platform.machine()} CPU, {os.cpu_count()} cores"
+        number = device.partition(":")[2] or "0"
+        host = f"{platform.processor() or platform.machine()} CPU, {os.cpu_count()} cores"
+        self.place = f"CUDA device {number}" if on_gpu else host
         self.measure, self.temperatures = measure, temperatures
 
     def use(self, slot: int) -> None:

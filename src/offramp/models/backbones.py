@@ -1,0 +1,351 @@
+"""Exits on a network that exists: places where they can be put, and the cut network as an `ExitNet`.
+
+A network and the names of some of its modules go in. The last exit is the network's own classifier: the cut network's
+last answer equals the original's, bit for bit, and both share their params. Heads (heads.py) are put on the features
+that the named modules return.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from offramp.common.names import unknown
+from offramp.models.cost import Meter
+from offramp.models.cut import CannotCut, Known, Program, Shape, StageFunction, ancestors, shapes, split, trace
+from offramp.models.exits import ExitNet, State
+from offramp.models.heads import Feature, new_head
+from offramp.models.modules import has_modules, modes_kept
+
+DEFAULT_EXITS, DEFAULT_HEAD = 4, "conv"
+USEFUL = (0.02, 0.95)  # shares of the whole cost between which an exit is worth offering
+POOLINGS = (nn.MaxPool2d, nn.AvgPool2d)  # where a plain row of layers, such as VGG's, has its exits
+NORMS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module that an exit can read: what it returns, and what has been computed by then for one image."""
+
+    name: str
+    mul_adds: int
+    feature: Feature
+
+
+class CutNet(ExitNet):
+    """`backbone`, cut after the modules `at`, with heads there; its own classifier is the last head."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        at: Sequence[str],
+        image_shape: tuple[int, int, int],
+        head: str,
+        head_options: Mapping[str, Any],
+    ) -> None:
+        super().__init__(len(at) + 1, image_shape)
+        self.at = tuple(at)
+        plan = _plan(module, at, image_shape)
+        self.classifier_name = plan.classifier
+        self.backbone, classifier = _without(module, plan.classifier)
+        heads = [new_head(head, feature, plan.num_classes, head_options) for feature in plan.features]
+        self.heads = nn.ModuleList([*heads, classifier])
+        self.num_classes = plan.num_classes
+        self._stages = plan.stages
+        self._copied = frozenset[int]()
+        self._copied = self._changed_in_place(image_shape)
+        self.training = module.training  # the network's own parts keep their modes
+        for each in heads:
+            each.train(module.training)
+
+    def advance(self, k: int, state: State) -> tuple[Tensor, State]:
+        given = tuple(t.clone() for t in state) if k in self._copied else state
+        feature, *after = self._stages[self.training][k - 1](self, *given)
+        read, onward = self.forked(k, feature)
+        return read, tuple(onward if value is feature else value for value in after)
+
+    def own_name(self, name: str) -> str:
+        """What a param of the original network is called here."""
+        prefix = f"{self.classifier_name}."
+        if self.classifier_name is not None and name.startswith(prefix):
+            return f"heads.{self.num_exits - 1}.{name.removeprefix(prefix)}"
+        return f"backbone.{name}"
+
+    @torch.inference_mode(False)  # there, tensors do not count what is written into them
+    @torch.no_grad()
+    def _changed_in_place(self, image_shape: tuple[int, int, int]) -> frozenset[int]:
+        """The stages that write into what they are given, as one that begins with an in-place ReLU does."""
+        twin = copy.deepcopy(self).to("meta").eval()
+        state: State = (torch.empty(2, *image_shape, device="meta"),)
+        found = set()
+        for k in range(1, self.num_exits + 1):
+            before = [t._version for t in state]
+            _, after = twin.advance(k, state)
+            if [t._version for t in state] != before:
+                found.add(k)
+            state = after
+        return frozenset(found)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a network is cut; stages for evaluation (False) and training (True)."""
+
+    stages: dict[bool, list[StageFunction]]
+    features: list[Feature]
+    classifier: str | None
+    num_classes: int
+
+
+def with_exits(
+    module: nn.Module,
+    at: Sequence[str] | int = DEFAULT_EXITS,
+    *,
+    example: Tensor,
+    head: str = DEFAULT_HEAD,
+    **head_options: Any,
+) -> ExitNet:
+    """Put exits on a network of one's own: after the modules `at`, or at so many places that are chosen by cost.
+
+    `module` is called with images like the `example` [n, c, h, w] and returns logits, which become the last exit's.
+    Params are shared with it. A number counts the last exit too. Registered under a name (`register_model`), it goes
+    through all verbs; without, `offramp.export` makes an ONNX bundle of it.
+    """
+    if example.dim() != 4:
+        raise ValueError(f"the example must be images [n, channels, height, width], got {list(example.shape)}")
+    return cut_network(module, at, example, head, head_options)
+
+
+def cut_network(
+    module: nn.Module, exits: int | Sequence[str], example: Tensor, head: str, head_options: Mapping[str, Any]
+) -> CutNet:
+    """A network with exits at so many places, or at those named; one that would answer otherwise is refused."""
+    _, *shape = example.shape
+    image_shape = (shape[0], shape[1], shape[2])
+    names = exits if isinstance(exits, (list, tuple)) else chosen(module, exits, image_shape)
+    model = CutNet(module, names, image_shape, head, head_options)
+    refuse_other_answers(module, model, example)
+    return model
+
+
+@torch.no_grad()
+def refuse_other_answers(module: nn.Module, model: ExitNet, example: Tensor) -> None:
+    """Raise unless the last exit answers what the network answers, to the last bit."""
+    if example.is_meta or next(module.parameters()).is_meta:
+        return
+    with modes_kept(module), modes_kept(model):
+        same = torch.equal(module.eval()(example), model.eval().last(example))
+    if not same:
+        raise CannotCut(
+            f"{type(module).__name__} answers otherwise once it is cut: its forward depends on more than tensors; "
+            "build it from parts with ExitNet.from_parts"
+        )
+
+
+def places(module: nn.Module, image_shape: tuple[int, int, int]) -> list[Place]:
+    """Where exits can be put, in the order in which they are reached; the costs leave heads out."""
+    return _surveyed(module, image_shape)[0]
+
+
+def _surveyed(module: nn.Module, image_shape: tuple[int, int, int]) -> tuple[list[Place], int]:
+    """Where exits can be put, and what the whole network costs."""
+    program = trace(module, _opened(module))
+    known, costs = shapes(program, image_shape), _costs(program, image_shape)
+    whole, found, modules = max(costs.values()), [], dict(module.named_modules())
+    for name, times in Counter(program.calls()).items():
+        node = program.call(name) if times == 1 else None
+        feature = None if node is None else _feature_of(known[node])
+        if node is None or feature is None or not USEFUL[0] <= costs[node.name] / whole <= USEFUL[1]:
+            continue
+        if _splits(program, node, known):
+            found.append(Place(name, costs[node.name], feature))
+    blocks = [place for place in found if is_block(modules[place.name])]
+    return blocks or [place for place in found if isinstance(modules[place.name], POOLINGS)], whole
+
+
+def is_block(module: nn.Module) -> bool:
+    """Whether a module is made of others, as the blocks of nearly every network are."""
+    return has_modules(module) and not isinstance(module, NORMS)
+
+
+def chosen(module: nn.Module, exits: Any, image_shape: tuple[int, int, int]) -> list[str]:
+    """Modules for all exits but the last, so that the costs of the exits are spread as evenly as the places allow."""
+    if type(exits) is not int or exits < 1:
+        raise ValueError(f"exits must be a whole number from 1 up, or a list of module names, got {exits!r}")
+    if exits == 1:
+        return []
+    known, whole = _surveyed(module, image_shape)
+    if len(known) < exits - 1:
+        raise CannotCut(
+            f"{type(module).__name__} has {len(known)} places for exits that were found by themselves, {exits - 1} "
+            "are asked for; ask for fewer, or name modules"
+        )
+    found: list[Place] = []
+    for k in range(1, exits):
+        left = exits - 1 - k  # places that must remain for the exits after this one
+        free = known[known.index(found[-1]) + 1 if found else 0 : len(known) - left]
+        found.append(min(free, key=lambda place: abs(place.mul_adds - whole * k / exits)))
+    return [place.name for place in found]
+
+
+class _Costed(fx.Interpreter):
+    """Runs a program on the meta device and notes what had been computed after each call."""
+
+    def __init__(self, module: fx.GraphModule, meter: Meter) -> None:
+        super().__init__(module)
+        self.meter, self.costs = meter, dict[str, int]()
+
+    def run_node(self, node: fx.Node) -> Any:
+        value = super().run_node(node)
+        self.costs[node.name] = self.meter.mul_adds
+        return value
+
+
+def _costs(program: Program, image_shape: tuple[int, int, int]) -> dict[str, int]:
+    """Mul-adds for one image up to each node, by its name."""
+    meter = Meter()
+    twin = fx.GraphModule(copy.deepcopy(program.holder).to("meta").eval(), program.graph)
+    runner = _Costed(twin, meter)
+    with torch.no_grad(), meter:
+        runner.run(torch.empty(1, *image_shape, device="meta"))
+    return runner.costs
+
+
+def _opened(module: nn.Module) -> set[str]:
+    """The modules to look into for places: sequences, and what holds a sequence of like blocks and can be traced."""
+    opened: set[str] = set()
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        for key, child in parent.named_children():
+            name = f"{prefix}{key}"
+            if isinstance(child, nn.ModuleList):  # is not called itself
+                visit(child, f"{name}.")
+            elif type(child) is nn.Sequential or (_holds_blocks(child) and _traces(module, opened | {name})):
+                opened.add(name)
+                visit(child, f"{name}.")
+
+    visit(module, "")
+    return opened
+
+
+def _holds_blocks(module: nn.Module) -> bool:
+    """Whether a module holds a sequence whose members are of one class and have modules of their own."""
+    sequences = [list(part) for part in module.children() if isinstance(part, (nn.Sequential, nn.ModuleList))]
+    return any(len(own) > 1 and len(set(map(type, own))) == 1 and has_modules(own[0]) for own in sequences)
+
+
+def _splits(program: Program, node: fx.Node, known: Known) -> bool:
+    """Whether the program can be cut after a call."""
+    try:
+        split(program, [node, program.output()], known)
+    except CannotCut:
+        return False
+    return True
+
+
+def _traces(module: nn.Module, opened: set[str]) -> bool:
+    try:
+        trace(module, opened)
+    except CannotCut:
+        return False
+    return True
+
+
+def _plan(module: nn.Module, at: Sequence[str], image_shape: tuple[int, int, int]) -> _Plan:
+    _refuse_unknown(module, at)
+    linear = _last_linear(module)
+    try:
+        return _plan_with(module, at, image_shape, linear)
+    except CannotCut:
+        if linear is None:
+            raise
+        return _plan_with(module, at, image_shape, None)  # its classifier lies where tracing does not reach
+
+
+def _plan_with(module: nn.Module, at: Sequence[str], image_shape: tuple[int, int, int], linear: str | None) -> _Plan:
+    opened = ancestors([*at, *([linear] if linear else [])])
+    stages: dict[bool, list[StageFunction]] = {}
+    for training in (False, True):
+        program = trace(module, opened, training)
+        known = shapes(program, image_shape)
+        classifier = linear if linear and _ends_with(program, linear) else None
+        end = program.output() if classifier is None else program.call(classifier).all_input_nodes[0]
+        ends = [_call_of(program, name) for name in at]
+        features = [_feature(name, known[node]) for name, node in zip(at, ends, strict=True)]
+        stages[training] = split(program, [*ends, end], known)
+    answer = known[program.output()]
+    if not isinstance(answer, Shape) or len(answer.shape) != 2 or not answer.batched:
+        raise CannotCut("the network does not return logits [batch, classes]; wrap it in a module that does")
+    return _Plan(stages, features, classifier, answer.shape[1])
+
+
+def _feature_of(value: Shape | int | None) -> Feature | None:
+    return Feature.of(value.shape) if isinstance(value, Shape) and value.batched else None
+
+
+def _feature(name: str, value: Shape | int | None) -> Feature:
+    feature = _feature_of(value)
+    if feature is None:
+        what = (
+            f"a tensor of shape {list(value.shape)}" if isinstance(value, Shape) else "something else than one tensor"
+        )
+        raise CannotCut(f"{name!r} returns {what}; an exit reads vectors, tokens or maps, the batch first")
+    return feature
+
+
+def _ends_with(program: Program, name: str) -> bool:
+    """Whether a module's answer is the network's; modules that do nothing may follow."""
+    node = program.output()
+    while node.op == "call_module" and type(program.holder.get_submodule(str(node.target))) is nn.Identity:
+        node = node.all_input_nodes[0]
+    return program.calls().count(name) == 1 and node is program.call(name)
+
+
+def _last_linear(module: nn.Module) -> str | None:
+    """The linear layer that comes last, which is the classifier of nearly every network."""
+    found = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    return found[-1] if found and found[-1] else None
+
+
+def _call_of(program: Program, name: str) -> fx.Node:
+    """The call of a module, or of the last module in a sequence that was looked into."""
+    own = [call for call in program.calls() if call == name or call.startswith(f"{name}.")]
+    return program.call(name if name in own or not own else own[-1])
+
+
+def _refuse_unknown(module: nn.Module, at: Sequence[str]) -> None:
+    known = [name for name, _ in module.named_modules() if name]
+    for name in at:
+        if name not in known:
+            raise ValueError(unknown(f"module of {type(module).__name__}", name, known))
+
+
+def _without(module: nn.Module, classifier: str | None) -> tuple[nn.Module, nn.Module]:
+    """The network without its classifier, and the classifier; the given network stays as it is.
+
+    Only the modules on the way to the classifier are copied, and they share their params and all other modules.
+    """
+    if classifier is None:
+        return module, nn.Identity()
+    *path, last = classifier.split(".")
+    own = parent = _shallow(module)
+    for name in path:
+        inner = _shallow(parent.get_submodule(name))
+        parent._modules[name] = inner
+        parent = inner
+    found = parent.get_submodule(last)
+    parent._modules[last] = nn.Identity()
+    return own, found
+
+
+def _shallow(module: nn.Module) -> nn.Module:
+    own = copy.copy(module)
+    for registry in ("_modules", "_parameters", "_buffers"):
+        own.__dict__[registry] = dict(module.__dict__[registry])
+    return own

@@ -1,0 +1,24 @@
+"""What is asked of modules of any network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+def has_modules(module: nn.Module) -> bool:
+    """Whether a module has modules of its own."""
+    return next(module.children(), None) is not None
+
+
+@contextmanager
+def modes_kept(module: nn.Module) -> Iterator[None]:
+    """Training or evaluation mode of every part is afterwards what it was before, mixed ones too."""
+    before = {part: part.training for part in module.modules()}
+    try:
+        yield
+    finally:
+        for part, mode in before.items():
+            part.training = mode

