@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import onnxruntime as ort
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from offramp import ExitNet, cascade, create_model, exit_costs, load_model
 from offramp.common.images import Preprocessing
+from offramp.running.engines.onnx_engine import OnnxEngine
 from offramp.running.export import onnx_graph
 
 SIZES = [24, 32]
@@ -98,8 +98,8 @@ class Resized(nn.Module):
 @pytest.mark.parametrize(("large", "small"), [(160, 96), (192, 128), (224, 96), (32, 24)])
 def test_onnx_runtime_resizes_as_torch_does(large: int, small: int) -> None:
     pixels = torch.randn(2, 3, large, large, generator=torch.Generator().manual_seed(0))
-    session = ort.InferenceSession(onnx_graph(Resized(small), (pixels,), ["y"]), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {"state_0": pixels.numpy()})
+    engine = OnnxEngine([onnx_graph(Resized(small), (pixels,), ["logits"])])
+    found, _ = engine.run(1, engine.begin(pixels.numpy()))
     assert abs(found - Resized(small)(pixels)[0].numpy()).max() < 1e-4
 
 

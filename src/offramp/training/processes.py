@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from importlib import import_module
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ class Processes:
 
     rank: int = 0
     size: int = 1
-    flags: Any = None  # a group on the CPU, so that flags never wait for the device
 
     def own_slice(self, total: int) -> slice:
         """Which of `total` rows of a global batch are this process's."""
@@ -82,8 +81,8 @@ class Processes:
         """For each flag, whether it is set in any process."""
         if self.size == 1:
             return list(flags)
-        counts = torch.tensor(flags, dtype=torch.int32)
-        dist.all_reduce(counts, group=self.flags)
+        counts = torch.tensor(flags, dtype=torch.int32)  # on the CPU: flags never wait for the device
+        dist.all_reduce(counts)
         return [bool(count) for count in counts.tolist()]
 
 
@@ -98,8 +97,12 @@ def joined_processes(device: torch.device) -> Iterator[Processes]:
         torch.cuda.set_device(device)
     # The first process evaluates alone while the others wait: that may take longer than the usual ten minutes.
     patience = timedelta(hours=6)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
+    # The group must end with this block: threads of one that outlives it abort the process if they let go of a tensor
+    # while the interpreter shuts down. So there is only one, which nobody holds; and a module whose functions keep the
+    # group that they find when it is first imported (an optimiser's step imports it) finds none.
+    import_module("torch.distributed.nn")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=patience)
     try:
-        yield Processes(dist.get_rank(), size, dist.new_group(backend="gloo", timeout=patience))
+        yield Processes(dist.get_rank(), size)
     finally:
         dist.destroy_process_group()
