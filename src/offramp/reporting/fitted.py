@@ -85,6 +85,8 @@ def read_fit(path: Path) -> Fit:
         families = tuple(_family(one) for one in value["families"])
         chosen = value["chosen"]
         names = [(one.family, one.name) for one in families]
+        if (chosen["family"], chosen["name"]) not in names or not all(one.points for one in families):
+            raise ValueError(f"{path}: what was chosen is not among what was tried, or has no points")
         at = names.index((chosen["family"], chosen["name"])), int(chosen["point"])
         found = Fit(
             str(value["folder"]),

@@ -67,7 +67,7 @@ def write_report(
     compared = weightings(groups, shown_family(shipped))
     more = [*([compared] if compared else []), *(() if fit is None else fit.warnings)]
     page = ReportPage(
-        _title(groups, fit), answer, more, _facts(groups), groups, shipped, known, panels,
+        title_of(groups, fit), answer, more, _facts(groups), groups, shipped, known, panels,
         {name: table for name, table in found.items() if name != "confusion"}, _repeat(groups, command),
     )  # fmt: skip
     files = out.with_name(f"{out.stem}-files")
@@ -159,7 +159,7 @@ def _save_table(folder: Path, name: str, table: Table) -> None:
     write_bytes(folder / f"{name}.csv", to_csv(columns, rows).encode())
 
 
-def _title(groups: Sequence[Group], fit: Fit | None) -> str:
+def title_of(groups: Sequence[Group], fit: Fit | None) -> str:
     """The folder that the photos lie in; else the data's name."""
     data = groups[0].first.config.data
     if fit is not None:
