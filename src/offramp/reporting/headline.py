@@ -104,14 +104,16 @@ def _in_short(shipped: Shipped, found: tuple[float, float] | None) -> str:
     """The saving and its price."""
     if shipped.saved < 0.005:
         return "saves nothing, since nearly every image goes to the last exit"
-    low, high = shipped.drop_interval
     speed = "" if found is None else f" and is {found[1] / found[0]:.2f} times as fast"
-    points = abs(shipped.drop)
-    price = (
-        f"for {points:.2f} points of accuracy" if shipped.drop >= 0 else f"and gains {points:.2f} points of accuracy"
-    )
-    span = (low, high) if shipped.drop >= 0 else (-high, -low)
-    return f"saves {100 * shipped.saved:.0f} % of the compute{speed}, {price} ({span[0]:.2f} to {span[1]:.2f})"
+    return f"saves {100 * shipped.saved:.0f} % of the compute{speed}, {price_in_points(shipped)}"
+
+
+def price_in_points(shipped: Shipped) -> str:
+    """What leaving early costs in accuracy, or gains, with its 95 % interval."""
+    low, high = shipped.drop_interval
+    if shipped.drop >= 0:
+        return f"for {shipped.drop:.2f} points of accuracy ({low:.2f} to {high:.2f})"
+    return f"and gains {-shipped.drop:.2f} points of accuracy ({-high:.2f} to {-low:.2f})"
 
 
 def weightings(groups: Sequence[Group], family: str = "q") -> str:
