@@ -29,6 +29,14 @@ def opened(browser: Any, url: str, width: int) -> Iterator[Any]:
     page.close()
 
 
+def accessible(page: Any) -> list[str]:
+    """What axe-core finds against a page, rule by rule, with the first element of each."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = Axe().run(page).response["violations"]
+    return [f"{rule['id']} ({rule['help']}): {rule['nodes'][0]['html'][:200]}" for rule in found]
+
+
 OVERLAPS = """(selector) => {
   const shown = [...document.querySelectorAll(selector)].filter((e) => e.getClientRects().length);
   const bad = [];

@@ -24,7 +24,7 @@ from offramp.measuring.policy import outcome
 from offramp.reporting import report_tables as tables
 from offramp.reporting.figures import training_curves
 from offramp.reporting.groups import Group, find_runs, gather, read_run
-from offramp.reporting.headline import compare, headline
+from offramp.reporting.headline import Comparison, compare, headline, weightings
 from offramp.reporting.paper_figures import FIGURES, write_figures
 from offramp.reporting.report import write_report
 from offramp.runs.recipe import list_recipes
@@ -75,30 +75,47 @@ def test_the_sentence_says_what_the_curves_say(runs: Path) -> None:
     means = [Group.curve(g) for g in (before, after)]
     for (grid, each), cost in zip(means, (found.cost_before, found.cost), strict=True):
         assert np.interp(cost, grid, each.mean(0)) == pytest.approx(found.top1, abs=2e-3)
-    text = headline([before, after])
     assert re.fullmatch(
-        r"At equal accuracy \(\d+\.\d %\), learned weights need \d+ % less compute than the baseline: \S+ against "
-        r"\S+ mul-adds per image; at equal compute they are [\d.]+ ± [\d.]+ points better on average "
-        r"from \S+ to \S+ \(2 seeds\)\.",
-        text,
+        r"At equal compute learned weights are [\d.]+ ± [\d.]+ points better than the baseline on average from \S+ to "
+        r"\S+ mul-adds, and need \d+ % less compute at equal accuracy \(\d+\.\d %\) \(2 seeds\)\.",
+        weightings([before, after]),
     )
+    assert re.match(
+        r"baseline: leaving early has [\d.]+ ± [\d.]+ % of the test images right at \S+ mul-adds per image, \d+ ± \d+ "
+        r"% less than the whole network, which has [\d.]+ ± [\d.]+ % at 5.00M",
+        headline([before, after]),
+    )
+
+
+@pytest.mark.parametrize(("points", "spread", "cost"), [(0.08, None, 106), (0.3, 0.5, 80), (-0.2, 0.1, 90)])
+def test_a_comparison_says_one_thing(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, points: float, spread: float | None, cost: float
+) -> None:
+    """Better and yet dearer, or a difference that the seeds do not bear out: then compute is not spoken of."""
+    found = Comparison(points, spread, (1e6, 2e6), 0.9, cost, 100)
+    monkeypatch.setattr("offramp.reporting.headline.compare", lambda *given: found)
+    text = weightings(gather([runs]))
+    assert f"{abs(points):.2f}" in text and "less compute" not in text and "more compute" not in text
+    assert ("not beyond their spread" in text) == (spread == 0.5)
 
 
 def test_a_disappointing_result_is_said_too(tmp_path: Path) -> None:
     write_run(tmp_path / "baseline", skill=1.6)
     write_run(tmp_path / "learned", "digits-learned", skill=0.8)
     text = headline(gather([tmp_path]))
-    assert (
-        "more compute than the baseline" in text
-        and "points worse on average from" in text
-        and text.endswith("(one seed).")
-    )
+    assert "points worse than the baseline on average from" in text and "% more compute at equal accuracy" in text
+    assert text.endswith("(one seed, so no spread is known).")
 
 
 def test_one_run_alone_says_what_leaving_early_saves(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     text = headline(gather([run]))
-    assert re.match(r"Images that leave early save \d+ % of the compute: ", text) and "at 5.00M" in text
+    assert re.match(
+        r"Leaving early saves \d+ % of the compute, for [\d.]+ points of accuracy \(-?[\d.]+ to [\d.]+\): [\d.]+ % of "
+        r"500 test images are right \([\d.]+ to [\d.]+ %\) at \S+ mul-adds per image; the "
+        r"whole network has [\d.]+ % at 5.00M",
+        text,
+    )
     none = write_run(tmp_path / "none", calibration=0)
     assert "without a calibration split" in headline(gather([none]))
 
@@ -156,7 +173,8 @@ def test_files_are_whole(runs: Path, tmp_path: Path) -> None:
         assert {f"{figure}.png", f"{figure}.svg"} <= names
         with Image.open(found.files / f"{figure}.png") as image:
             assert image.width > 400
-    for table in ("anytime", "budgeted", "trust", "overthinking", "difficulty"):
+    shipped = ("shipped", "leaving", "confusion", "mistakes", "losing")
+    for table in ("anytime", "budgeted", "trust", "overthinking", "difficulty", *shipped):
         assert {f"{table}.md", f"{table}.csv"} <= names
         rows = list(csv.reader((found.files / f"{table}.csv").read_text().splitlines()))
         lines = (found.files / f"{table}.md").read_text().splitlines()
@@ -221,7 +239,7 @@ def test_a_report_of_less_leaves_nothing_of_one_of_more(runs: Path, tmp_path: Pa
         (bare / name).unlink()
     less = names_in(write_report([bare], tmp_path / "fresh.html").files)
     write_report([bare], tmp_path / "report.html")
-    assert less < more and names_in(files) == less | {"notes.md"}
+    assert less < more and "shipped.md" in more - less and names_in(files) == less | {"notes.md"}
 
 
 def names_in(folder: Path) -> set[str]:
@@ -260,13 +278,14 @@ def test_only_like_is_compared_with_like(tmp_path: Path) -> None:
     """Other data, other lengths, other networks: no sentence about learned weights."""
     write_run(tmp_path / "runs/a")
     other = write_run(tmp_path / "runs/b", "digits-learned")
-    assert "learned weights need" in headline(gather([tmp_path / "runs"]))
+    assert "learned weights are" in headline(gather([tmp_path / "runs"]))
     config = json.loads((other / "config.json").read_text())
     for path, value in ((("data", "train"), 99), (("train", "epochs"), 99)):
         changed = json.loads(json.dumps(config))
         changed[path[0]][path[1]] = value
         (other / "config.json").write_text(json.dumps(changed))
-        assert headline(gather([tmp_path / "runs"])).startswith("baseline: images that leave early save")
+        text = headline(gather([tmp_path / "runs"]))
+        assert text.startswith("Leaving early (baseline) saves") and "learned weights" not in text
 
 
 def test_a_run_counts_once(runs: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -384,14 +403,14 @@ def test_reporting_needs_no_torch(runs: Path, tmp_path: Path) -> None:
         f"print(write_report([{str(runs)!r}], {str(tmp_path / 'r.html')!r}).answer[:8])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "At equal"
+    assert out.stdout.strip() == "baseline"
 
 
 def test_the_command_line(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for words, expected in (
-        (["report", str(runs), "--out", str(tmp_path / "r.html"), "--budgets", "2M,3M"], "At equal accuracy"),
+        (["report", str(runs), "--out", str(tmp_path / "r.html"), "--budgets", "2M,3M"], "At equal compute"),
         (["figures", str(runs), "--out", str(tmp_path / "f")], None),
         (["report", str(tmp_path / "nothing")], None),
     ):
@@ -420,13 +439,13 @@ def test_what_decides_nothing_does_not_part_a_pair(runs: Path, path: tuple[str, 
     before = headline(gather([runs]))
     for seed in (0, 1):
         change(runs / f"learned/seed-{seed}", *path, value=value)
-    assert "learned weights need" in before and headline(gather([runs])) == before
+    assert "learned weights are" in before and headline(gather([runs])) == before
 
 
 def test_runs_trained_differently_are_no_pair(runs: Path) -> None:
     for seed in (0, 1):
         change(runs / f"learned/seed-{seed}", "train", "epochs", value=77)
-    assert "learned weights need" not in headline(gather([runs]))
+    assert "learned weights are" not in headline(gather([runs]))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from helpers.browser import NEEDS_CHROMIUM, assert_tidy, opened
+from helpers.browser import NEEDS_CHROMIUM, accessible, assert_tidy, opened
 from helpers.server import Running, picture
 from offramp.serve import ServeConfig
 
@@ -26,7 +26,7 @@ def servers() -> Iterator[dict[bool, Running]]:
         server.stop()
 
 
-@pytest.fixture(params=[(400, True), (1400, True), (1400, False)], ids=str)
+@pytest.fixture(params=[(390, True), (1400, True), (1400, False)], ids=str)
 def page(request: pytest.FixtureRequest, browser: Any, servers: dict[bool, Running]) -> Iterator[Any]:
     """The page at a phone's and a laptop's width, with exits revealed or not."""
     width, reveal = request.param
@@ -96,7 +96,7 @@ def test_what_is_refused_is_said(page: Any) -> None:
     page.wait_for_selector(".result.failed .blank")
 
 
-PARTS = "h1, h2, p, .drop > b, .drop > span, .drop svg, img, .said > *, .guess > *, .exit > *, footer"
+PARTS = "h1, h2, p:not(.unseen), .drop > b, .drop > span, .drop svg, img, .said > *, .guess > *, .exit > *, footer"
 
 
 def test_nothing_overlaps_and_nothing_is_cut_off(page: Any) -> None:
@@ -105,3 +105,26 @@ def test_nothing_overlaps_and_nothing_is_cut_off(page: Any) -> None:
     choose(page, "notes.txt", b"no image")
     page.wait_for_selector(".result.failed")
     assert_tidy(page, PARTS)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(page: Any, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    assert accessible(page) == []
+    choose(page, "good.png", picture(2, 3, side=300))
+    page.wait_for_selector("text='class <2>'")
+    choose(page, "notes.txt", b"no image")
+    page.wait_for_selector(".result.failed .blank")
+    assert accessible(page) == []
+
+
+def test_answers_are_announced_and_the_file_is_chosen_by_keyboard(page: Any) -> None:
+    with page.expect_file_chooser() as asked:
+        page.keyboard.press("Tab")
+        page.keyboard.press("Enter")
+    asked.value.set_files([{"name": "mine.png", "mimeType": "image/png", "buffer": picture(4, 1)}])
+    said = page.locator("#said")
+    page.wait_for_function("document.getElementById('said').textContent !== ''")
+    assert said.get_attribute("role") == "status" and said.text_content() == "mine.png: class <4>, confidence 90.0 %"
+    rows = page.locator("#exits [role=listitem]").all_inner_texts()
+    assert "expected 50 %, now" in rows[0] and len(rows) == 3

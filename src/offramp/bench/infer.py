@@ -234,6 +234,13 @@ def bench_table(found: dict[str, Any]) -> Table:
     return f"{found['source']}, {found['engine']}, {found['machine']}", columns, cells
 
 
+def stage_milliseconds(subject: Subject, batches: Sequence[int], repeats: int = 10) -> dict[str, dict[str, float]]:
+    """`stage_ms[k][batch]` alone."""
+    each = {batch: _stage_ms(_Clock(subject, batch, repeats)) for batch in batches}
+    stages = map(str, range(1, subject.engine.num_exits + 1))
+    return {k: {str(batch): found[k] for batch, found in each.items()} for k in stages}
+
+
 def bench_infer(
     subject: Subject,
     batches: Sequence[int],
@@ -249,9 +256,8 @@ def bench_infer(
     with progress("timing", len(batches) * len(shares), silent=silent) as bar:
         for batch in batches:
             clock = _Clock(subject, batch, repeats)
-            with subject.engine.active():
-                for k in range(1, exits + 1):
-                    stage_ms[str(k)][str(batch)] = median_ms(clock.stage(k, batch), repeats)
+            for k, ms in _stage_ms(clock).items():
+                stage_ms[k][str(batch)] = ms
             for name, own in shares.items():
                 bar.show(f"batch {batch}, {name}")
                 rows.append(_row(clock, name, own, packing))
@@ -287,6 +293,13 @@ class _Clock:
                 state = self.engine.run(k - 1, self._before(k - 1, size))[1]
             self._states[k, size] = copied(self.engine, state)
         return self._states[k, size]
+
+
+def _stage_ms(clock: _Clock) -> dict[str, float]:
+    """The median milliseconds of every stage at the clock's batch."""
+    with clock.engine.active():
+        stages = range(1, clock.engine.num_exits + 1)
+        return {str(k): median_ms(clock.stage(k, clock.batch), clock.repeats) for k in stages}
 
 
 def _row(clock: _Clock, name: str, shares: Sequence[float], packing: Packing | None) -> InferBench:

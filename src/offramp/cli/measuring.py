@@ -132,12 +132,18 @@ def report(
         str | None, typer.Option(help="Budgets for the table, for example 8M,15M,25M.", metavar="COUNTS")
     ] = None,
     times: Times = None,
-    measure: Measure = "max_softmax",
-    temperature: Temperature = False,
+    measure: Annotated[
+        str | None, typer.Option(help="Confidence: max_softmax, margin or entropy; default: the policy's own.")
+    ] = None,
+    temperature: Annotated[
+        bool | None, typer.Option(help="Fit a temperature per exit first; default: as the policy has it.")
+    ] = None,
 ) -> None:
-    """Write one page about runs: curves, a budget slider, images, tables; it needs nothing but a browser.
+    """Write one page about runs: what ships, a budget slider, images, tables; it needs nothing but a browser.
 
-    Runs that differ only in their seed are put together. For example: offramp report runs --out report.html
+    It opens on the policy in RUN/policy.json, which `offramp calibrate` wrote and `offramp export` ships. With
+    --times it shows milliseconds beside mul-adds. Runs that differ only in their seed are put together. For example:
+    offramp report runs --out report.html
     """
     from offramp.reporting.report import write_report
 

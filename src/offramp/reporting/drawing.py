@@ -59,12 +59,14 @@ SIZES = {"tall": (6.0, 6.2), "wide": (6.0, 5.0), "normal": (4.6, 3.3), "third": 
 
 @dataclass(frozen=True)
 class Panels:
-    """A figure: what it shows in words, and one drawing function per panel."""
+    """A figure: how it is to be read, one drawing function per panel, its title, and what it shows in words."""
 
     name: str
     caption: str
     draws: Sequence[Draw]
     size: str = "normal"
+    title: str = ""
+    words: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ class Frame:
 
 
 def inline(panels: Panels) -> list[str]:
-    """One SVG per panel for the page, described for people who cannot see it."""
+    """One SVG per panel for the page, which describes them for people who cannot see them."""
     return [_svg(draw, panels)[0] for draw in panels.draws]
 
 

@@ -10,9 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from offramp.measuring.metrics import reliability
+from offramp.common.formatting import millions
+from offramp.measuring.metrics import rank_correlation, reliability
 from offramp.reporting.drawing import INK, Panels
 from offramp.reporting.groups import Group
+from offramp.reporting.shipped import Shipped, StageTimes
 
 M = 1e6
 FEW = 3  # groups whose names fit into the picture
@@ -23,10 +25,34 @@ def _legend(axes: Axes, place: Any, **options: Any) -> None:
     axes.legend(loc=place, **options).set_in_layout(False)
 
 
-def accuracy_against_cost(groups: Sequence[Group], family: str = "q") -> Panels:
+def accuracy_against_cost(groups: Sequence[Group], family: str = "q", shipped: Shipped | None = None) -> Panels:
     """The main figure: budgeted accuracy of every group, its exits, and the paper's where known."""
-    caption = f"Accuracy on the test split against mean mul-adds per image. {marks_of_accuracy(groups, family)}"
-    return Panels("accuracy", caption, [partial(draw_accuracy, groups, family)], "wide")
+    ships = shipped is not None and shipped.chosen
+    mark = " Diamond: the policy that ships." if ships else ""
+    caption = f"Accuracy on the test split against mean mul-adds per image. {marks_of_accuracy(groups, family)}{mark}"
+    draw = partial(_with_policy, groups, family, shipped if ships else None)
+    words = " ".join(_in_words(group, group.curve(family)) for group in groups)
+    return Panels("accuracy", caption, [draw], "wide", "Accuracy against compute", words)
+
+
+def _with_policy(groups: Sequence[Group], family: str, shipped: Shipped | None, axes: Axes) -> None:
+    draw_accuracy(groups, family, axes)
+    if shipped is not None:
+        look: Any = {"color": shipped.group.colour, "markeredgecolor": INK, "linestyle": "", "zorder": 5}
+        axes.plot(shipped.cost / M, 100 * shipped.top1, "D", markersize=9, label="ships", **look)
+        _legend(axes, "lower right")
+
+
+def _in_words(group: Group, found: tuple[np.ndarray, np.ndarray] | None, ms: bool = False) -> str:
+    """Where a line begins, passes and ends; without a line, what the exits have."""
+    if found is None:
+        top1 = 100 * group.top1().mean(0)
+        said = (f"{value:.1f} % at {millions(cost)}" for cost, value in zip(group.costs, top1, strict=True))
+        return f"{group.label}: every image at one exit, {', '.join(said)}."
+    grid, means = found[0], 100 * found[1].mean(0)
+    show = "{:.3g} ms".format if ms else millions
+    said = (f"{means[at]:.1f} % at {show(grid[at])}" for at in (0, len(grid) // 2, len(grid) - 1))
+    return f"{group.label}: {', '.join(said)}."
 
 
 def marks_of_accuracy(groups: Sequence[Group], family: str) -> str:
@@ -72,12 +98,12 @@ def draw_accuracy(groups: Sequence[Group], family: str, axes: Axes) -> None:
         _legend(axes, "lower right")
 
 
-def accuracy_against_time(groups: Sequence[Group], milliseconds: Sequence[float]) -> Panels:
+def accuracy_against_time(groups: Sequence[Group], times: StageTimes) -> Panels:
     """Budgeted accuracy against milliseconds, from a measured table of stage times."""
-    caption = (
-        "The same policies against milliseconds per image, from measured stage times of this network; mean over seeds."
-    )
-    return Panels("accuracy-ms", caption, [partial(_time, groups, milliseconds)], "normal")
+    caption = f"The same policies against milliseconds per image; mean over seeds; {times.about}."
+    words = " ".join(_in_words(g, found, True) for g in groups if (found := g.curve("searched", times.milliseconds)))
+    draws = [partial(_time, groups, times.milliseconds)]
+    return Panels("accuracy-ms", caption, draws, "normal", "Accuracy against milliseconds", words)
 
 
 def _time(groups: Sequence[Group], milliseconds: Sequence[float], axes: Axes) -> None:
@@ -102,7 +128,14 @@ def weight_against_loss(group: Group) -> Panels | None:
         f"({group.label}, seed {group.first.config.seed}). In colour: samples that would leave at that exit."
     )
     exits = samples["weights"].shape[1]
-    return Panels("weights", caption, [partial(_weights, samples, group.colour, k) for k in range(exits)], "small")
+    draws = [partial(_weights, samples, group.colour, k) for k in range(exits)]
+    said = (f"exit {k + 1}: {_trend(samples['losses'][:, k], samples['weights'][:, k])}" for k in range(exits))
+    words = f"Rank correlation of loss and weight: {', '.join(said)}."
+    return Panels("weights", caption, draws, "small", "Weights against losses", words)
+
+
+def _trend(losses: np.ndarray, weights: np.ndarray) -> str:
+    return f"{rank_correlation(losses, weights):+.2f}"
 
 
 def _weights(samples: dict[str, np.ndarray], colour: str, k: int, axes: Axes) -> None:
@@ -128,7 +161,14 @@ def selected_weights(group: Group) -> Panels | None:
         "mean weight at every exit, with its standard error."
     )
     draws = [partial(_first_exit, samples, group.colour), partial(_selected, samples, group.colour)]
-    return Panels("weights-selected", caption, draws)
+    first = samples["exits"] == 1
+    said = [
+        f"{kind}: {', '.join(f'{weight:.2f}' for weight in samples['weights'][own].mean(0))}"
+        for kind, own in (("samples that leave at exit 1", first), ("others", ~first))
+        if own.any()
+    ]
+    words = f"Mean weights from exit to exit; {'; '.join(said)}."
+    return Panels("weights-selected", caption, draws, title="Who the first exit favours", words=words)
 
 
 def _first_exit(samples: dict[str, np.ndarray], colour: str, axes: Axes) -> None:
@@ -168,7 +208,10 @@ def reliability_per_exit(groups: Sequence[Group]) -> Panels:
         "is what it says, below it the exit is too sure of itself. One seed each, without bins of fewer than ten."
     )
     exits = max(len(group.costs) for group in groups)
-    return Panels("calibration", caption, [partial(_reliability, groups, k) for k in range(exits)], "small")
+    draws = [partial(_reliability, groups, k) for k in range(exits)]
+    said = (f"{g.label}: {', '.join(f'{100 * m.ece:.1f} %' for m in g.first.metrics)}" for g in groups)
+    words = f"Mean gap between confidence and accuracy, exit by exit; {'; '.join(said)}."
+    return Panels("calibration", caption, draws, "small", "What confidence is worth", words)
 
 
 def _reliability(groups: Sequence[Group], k: int, axes: Axes) -> None:
@@ -193,7 +236,14 @@ def _reliability(groups: Sequence[Group], k: int, axes: Axes) -> None:
 def overthinking_per_exit(groups: Sequence[Group]) -> Panels:
     """Right early, wrong at the end."""
     caption = "Test images that an exit answers right and the last exit wrong: what going on can lose."
-    return Panels("overthinking", caption, [partial(_overthinking, groups)])
+    said = []
+    for group in groups:
+        lost = np.array([run.overthinking.right_then_wrong for run in group.runs]).mean(0)
+        said.append(f"{group.label}: {', '.join(f'{100 * share:.1f} %' for share in lost) or 'one exit only'}")
+    words = f"Shares from exit to exit; {'; '.join(said)}."
+    return Panels(
+        "overthinking", caption, [partial(_overthinking, groups)], "normal", "Right early, wrong at the end", words
+    )
 
 
 def _overthinking(groups: Sequence[Group], axes: Axes) -> None:
@@ -227,7 +277,13 @@ def training_curves(groups: Sequence[Group]) -> Panels | None:
     if not draws:
         return None
     caption = "Training, by epoch: mean over seeds, thin lines are the seeds."
-    return Panels("training", caption, draws)
+    said = []
+    for group in groups:
+        rows = [row["calibration_top1"] for row in group.first.log if row.get("calibration_top1")]
+        if rows:
+            said.append(f"{group.label} ends at {', '.join(f'{100 * top1:.1f} %' for top1 in rows[-1])}")
+    words = f"Top-1 on calibration after the last epoch, exit by exit: {'; '.join(said)}." if said else caption
+    return Panels("training", caption, draws, title="Loss and accuracy by epoch", words=words)
 
 
 def _training(

@@ -29,6 +29,7 @@ from offramp.runs.recipe import recipe_of
 
 log = logging.getLogger("offramp")
 
+PLAIN = "max_softmax"  # the confidence measure where nothing else is asked for
 ELSEWHERE = "elsewhere"  # stands for the weighting of a network that offramp did not train
 COLOURS = ("#2f6fb0", "#d9601a", "#2a8f6d", "#8e4aa8", "#b8860b", "#b03060", "#4f7d1f", "#606c7a")
 
@@ -44,6 +45,12 @@ class RunData:
     test: SavedOutputs
     predictions: Predictions
     policies: Policies | None  # none where training left no calibration split
+    chosen: bool = False  # whether these are the policies of its policy.json, one of which ships
+
+    @property
+    def costs(self) -> tuple[int, ...]:
+        """Mul-adds up to each exit, in the order that its policies count."""
+        return self.summary.costs if self.policies is None else self.policies.costs
 
     @cached_property
     def plain(self) -> Predictions:
@@ -61,11 +68,11 @@ class RunData:
     @cached_property
     def curves(self) -> dict[str, Curve]:
         """Accuracy against mul-adds on the test split, by family of policies."""
-        return self.curves_by(self.summary.costs)
+        return self.curves_by(self.costs)
 
     def curves_by(self, prices: Sequence[float]) -> dict[str, Curve]:
         """Accuracy against any price per exit."""
-        if self.policies is None or len(prices) != len(self.summary.costs):
+        if self.policies is None or len(prices) != len(self.costs):
             return {}
         return {name: curve(self.predictions, self.policies.family(name), prices) for name in ("q", "searched")}
 
@@ -94,7 +101,7 @@ class Group:
 
     @property
     def costs(self) -> tuple[int, ...]:
-        return self.first.summary.costs
+        return self.first.costs
 
     @property
     def paper_top1(self) -> tuple[float, ...] | None:
@@ -158,19 +165,22 @@ def _is_whole(folder: Path) -> bool:
     return "train" in read_json(folder / CONFIG) and not (folder.parent / CONFIG).is_file()
 
 
-def read_run(folder: Path, measure: str = "max_softmax", temperature: bool = False) -> RunData:
-    """Read one run and its policies, searched for where `offramp calibrate` left none that suit."""
+def read_run(folder: Path, measure: str | None = None, temperature: bool | None = None) -> RunData:
+    """Read one run and its policies, searched for where `offramp calibrate` left none that suit.
+
+    Without a measure and a temperature those of its `policy.json` are taken; where there is none, plain max softmax.
+    """
     summary = read_summary(folder)
     config = read_config(folder) if holds_run(folder) else trained_elsewhere(folder, summary)
     test = read_outputs(folder, "test")
-    policies = None
+    policies, known = None, None
     if "calibration" in summary.samples:
         saved = read_outputs(folder, "calibration")
-        policies = saved_policies(folder, saved, summary.costs, measure, temperature)
-        policies = policies or searched_policies(saved, summary.costs, measure, temperature)
-    temperatures = None if policies is None else policies.temperatures
-    on_test = Predictions.of(test.logits, test.labels, measure, temperatures)
-    return RunData(folder, config, summary, read_metrics(folder), test, on_test, policies)
+        known = saved_policies(folder, saved, summary, measure, temperature)
+        policies = known or searched_policies(saved, summary.costs, measure or PLAIN, bool(temperature))
+    told = (measure or PLAIN, None) if policies is None else (policies.measure, policies.temperatures)
+    on_test = Predictions.of(test.logits, test.labels, *told)
+    return RunData(folder, config, summary, read_metrics(folder), test, on_test, policies, known is not None)
 
 
 def trained_elsewhere(folder: Path, summary: EvalSummary) -> RunConfig:
@@ -180,19 +190,20 @@ def trained_elsewhere(folder: Path, summary: EvalSummary) -> RunConfig:
 
 
 def saved_policies(
-    folder: Path, saved: SavedOutputs, costs: tuple[int, ...], measure: str, temperature: bool
+    folder: Path, saved: SavedOutputs, summary: EvalSummary, measure: str | None, temperature: bool | None
 ) -> Policies | None:
     """What `offramp calibrate` found, if it is what is asked for and was found on this very evaluation."""
     path = folder / POLICY
     if not path.is_file():
         return None
     known = read_policies(path)
-    asked = (known.measure, known.temperatures is not None, known.costs) == (measure, temperature, costs)
-    if not asked or not all(known.family(name) for name in FAMILIES):
+    suits = measure in (None, known.measure) and temperature in (None, known.temperatures is not None)
+    counted = known.costs == summary.costs or (measure is None and known.costs == summary.lazy_costs)
+    if not (suits and counted and all(known.family(name) for name in FAMILIES)):
         return None
-    given = Predictions.of(saved.logits, saved.labels, measure, known.temperatures)
+    given = Predictions.of(saved.logits, saved.labels, known.measure, known.temperatures)
     for policy in known.policies:
-        found = outcome(given, policy.thresholds, costs)
+        found = outcome(given, policy.thresholds, known.costs)
         if not np.allclose((found.top1, found.cost), (policy.top1, policy.mul_adds), rtol=1e-6):
             log.warning("%s was found on another evaluation; its policies are searched for again", path)
             return None
@@ -207,7 +218,7 @@ def searched_policies(saved: SavedOutputs, costs: tuple[int, ...], measure: str,
     return Policies(measure, temperatures, costs, found, 0)
 
 
-def gather(paths: Sequence[str | Path], measure: str = "max_softmax", temperature: bool = False) -> list[Group]:
+def gather(paths: Sequence[str | Path], measure: str | None = None, temperature: bool | None = None) -> list[Group]:
     """Read the runs and put seeds of one configuration together."""
     runs = [read_run(folder, measure, temperature) for folder in find_runs(paths)]
     data = {(run.config.data.name, len(run.test.labels), run.test.logits.shape[-1]) for run in runs}

@@ -1,4 +1,8 @@
-"""The headline of a report: what learned weights bring against the baseline, or what leaving early brings at all."""
+"""The headline of a report: what leaving early saves at what accuracy, then what learned weights bring.
+
+A saving never stands without its accuracy, and a comparison says one thing: where accuracy at equal compute and compute
+at equal accuracy disagree, only the first is said.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ import numpy as np
 
 from offramp.common.formatting import millions, with_spread
 from offramp.measuring.metrics import Curve
-from offramp.measuring.policy import Outcome, outcome
-from offramp.reporting.groups import Group, RunData
+from offramp.reporting.groups import Group
+from offramp.reporting.intervals import Interval
+from offramp.reporting.shipped import Shipped, StageTimes, find_shipped, right_interval, shown_family, suggested_outcome
 from offramp.runs.config import same_but_for_weighting
 
 SLACK_POINTS = 0.5  # equal accuracy is compared this far below what both curves reach, away from their flat ends
@@ -31,6 +36,11 @@ class Comparison:
     def saving(self) -> float:
         """The share of the compute that is no longer needed at equal accuracy."""
         return 1 - self.cost / self.cost_before
+
+    @property
+    def clear(self) -> bool:
+        """Whether the difference is larger than its spread over seeds; of one seed nobody knows."""
+        return self.spread is None or abs(self.points) > self.spread
 
 
 def compare(before: Group, after: Group, family: str = "q") -> Comparison | None:
@@ -56,13 +66,75 @@ def _seeds(group: Group) -> list[int]:
     return [run.config.seed for run in group.runs if run.curves]
 
 
-def headline(groups: Sequence[Group]) -> str:
-    """One sentence with numbers, whether they please or not."""
+def headline(groups: Sequence[Group], shipped: Shipped | None = None, times: StageTimes | None = None) -> str:
+    """Everything that is said on top, whether it pleases or not."""
+    shipped = shipped or find_shipped(groups)
+    return " ".join(
+        part for part in (leading(groups, shipped, times), weightings(groups, shown_family(shipped))) if part
+    )
+
+
+def leading(groups: Sequence[Group], shipped: Shipped | None, times: StageTimes | None = None) -> str:
+    """What leaving early saves, at what accuracy."""
+    if shipped is not None and (shipped.chosen or len(shipped.group.runs) == 1):
+        return _of_policy(shipped, times, named=len(groups) > 1)
+    return _alone(groups[0], named=len(groups) > 1)
+
+
+def percent_range(interval: Interval, digits: int = 1) -> str:
+    """(0.905, 0.923) -> 90.5 to 92.3 %."""
+    return f"{100 * interval[0]:.{digits}f} to {100 * interval[1]:.{digits}f} %"
+
+
+def _of_policy(shipped: Shipped, times: StageTimes | None, named: bool) -> str:
+    """One policy of one run: the saving and what it costs in one breath, then the numbers behind it."""
+    about = [*([shipped.group.label] if named else []), *(["the policy that ships"] if shipped.chosen else [])]
+    who = f"Leaving early ({', '.join(about)})" if about else "Leaving early"
+    found = shipped.milliseconds(times)
+    ours, theirs = ("", "") if found is None else (f" or {ms:.3g} ms" for ms in found)
+    return (
+        f"{who} {_in_short(shipped, found)}: {100 * shipped.top1:.1f} % of {shipped.samples:,} test images are right "
+        f"({percent_range(right_interval(shipped.right))}) at {millions(shipped.cost)} mul-adds{ours} per image; the "
+        f"whole network has {100 * shipped.whole_top1:.1f} % at {millions(shipped.run.costs[-1])}{theirs}. "
+        "In brackets: 95 % intervals."
+    )
+
+
+def _in_short(shipped: Shipped, found: tuple[float, float] | None) -> str:
+    """The saving and its price."""
+    if shipped.saved < 0.005:
+        return "saves nothing, since nearly every image goes to the last exit"
+    speed = "" if found is None else f" and is {found[1] / found[0]:.2f} times as fast"
+    return f"saves {100 * shipped.saved:.0f} % of the compute{speed}, {price_in_points(shipped)}"
+
+
+def price_in_points(shipped: Shipped) -> str:
+    """What leaving early costs in accuracy, or gains, with its 95 % interval."""
+    low, high = shipped.drop_interval
+    if shipped.drop >= 0:
+        return f"for {shipped.drop:.2f} points of accuracy ({low:.2f} to {high:.2f})"
+    return f"and gains {-shipped.drop:.2f} points of accuracy ({-high:.2f} to {-low:.2f})"
+
+
+def weightings(groups: Sequence[Group], family: str = "q") -> str:
+    """What learned weights bring against the baseline, where both are there and nothing else differs."""
     pair = _pair(groups)
-    found = None if pair is None else compare(*pair)
+    found = None if pair is None else compare(*pair, family)
     if pair is None or found is None:
-        return _alone(groups[0], named=len(groups) > 1)
-    return f"{_at_equal_accuracy(found, *pair)}; {_at_equal_compute(found)} ({_count(*pair)})."
+        return ""
+    before, after = pair
+    low, high = map(millions, found.budgets)
+    size = f"{abs(found.points):.2f}" + ("" if found.spread is None else f" ± {found.spread:.2f}")
+    word = "better" if found.points >= 0 else "worse"
+    text = (
+        f"At equal compute {after.label} are {size} points {word} than the {before.label} on average from {low} to "
+        f"{high} mul-adds"
+    )
+    change = round(100 * found.saving)
+    if change * found.points > 0 and found.clear:
+        amount = f"{abs(change)} % {'less' if change > 0 else 'more'} compute"
+        text += f", and need {amount} at equal accuracy ({100 * found.top1:.1f} %)"
+    return f"{text} ({_count(before, after)}{'' if found.clear else ': not beyond their spread'})."
 
 
 def _pair(groups: Sequence[Group]) -> tuple[Group, Group] | None:
@@ -76,33 +148,17 @@ def _pair(groups: Sequence[Group]) -> tuple[Group, Group] | None:
     return None
 
 
-def _at_equal_accuracy(found: Comparison, before: Group, after: Group) -> str:
-    change = round(100 * found.saving)
-    amount = f"{abs(change)} % {'less' if change > 0 else 'more'} compute than" if change else "the same compute as"
-    return (
-        f"At equal accuracy ({100 * found.top1:.1f} %), {after.label} need {amount} the {before.label}: "
-        f"{millions(found.cost)} against {millions(found.cost_before)} mul-adds per image"
-    )
-
-
-def _at_equal_compute(found: Comparison) -> str:
-    size = f"{abs(found.points):.2f}" + ("" if found.spread is None else f" ± {found.spread:.2f}")
-    low, high = map(millions, found.budgets)
-    word = "better" if found.points >= 0 else "worse"
-    return f"at equal compute they are {size} points {word} on average from {low} to {high}"
-
-
 def _count(before: Group, after: Group) -> str:
     counts = [len(group.runs) for group in (before, after)]
     if counts[0] != counts[1]:
         return f"{counts[0]} and {counts[1]} seeds"
-    return "one seed" if counts[0] == 1 else f"{counts[0]} seeds"
+    return "one seed, so no spread is known" if counts[0] == 1 else f"{counts[0]} seeds"
 
 
 def _alone(group: Group, named: bool) -> str:
-    """What leaving early brings to one network: the cheapest searched policy within half a point on calibration."""
+    """What leaving early brings to seeds of one network: the cheapest searched policy within half a point."""
     whole = f"{with_spread(100 * group.top1()[:, -1], 1)} % at {millions(group.costs[-1])} mul-adds per image"
-    found = [_half_a_point(run) for run in group.runs if run.policies is not None]
+    found = [suggested_outcome(run) for run in group.runs if run.policies is not None]
     if not found:
         text = f"the whole network reaches {whole}; without a calibration split there are no thresholds to leave by."
     else:
@@ -110,15 +166,7 @@ def _alone(group: Group, named: bool) -> str:
         top1 = with_spread([100 * one.top1 for one in found], 1)
         cost = millions(float(np.mean([one.cost for one in found])))
         text = (
-            f"images that leave early save {saved} % of the compute: {top1} % at {cost} mul-adds per image; the whole "
-            f"network reaches {whole}."
+            f"leaving early has {top1} % of the test images right at {cost} mul-adds per image, {saved} % less than "
+            f"the whole network, which has {whole}."
         )
     return f"{group.label}: {text}" if named else text[0].upper() + text[1:]
-
-
-def _half_a_point(run: RunData) -> Outcome:
-    assert run.policies is not None
-    family = run.policies.family("searched")
-    least = family[-1].top1 - SLACK_POINTS / 100
-    policy = next(p for p in family if p.top1 >= least)
-    return outcome(run.predictions, policy.thresholds, run.summary.costs)

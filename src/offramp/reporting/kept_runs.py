@@ -18,7 +18,7 @@ import numpy as np
 
 from offramp.common.files import read_json, write_bytes, write_json
 from offramp.measuring.metrics import Curve
-from offramp.reporting.groups import RunData, last_samples, method_label, read_run
+from offramp.reporting.groups import PLAIN, RunData, last_samples, method_label, read_run
 from offramp.reporting.weight_history import History, weight_history
 from offramp.runs.config import RunConfig, WeightingConfig, decisive
 from offramp.runs.folder import CONFIG, ENVIRONMENT, METRICS, read_config, read_metrics
@@ -113,7 +113,8 @@ def keep_run(run: Path, into: Path, *, log_only: bool = False) -> Path:
 
     `log_only`: keep nothing that says how it did on the test split; enough to choose between settings.
     """
-    data = None if log_only else read_run(run)  # first, so that a run that cannot be read leaves nothing behind
+    # first, so that a run that cannot be read leaves nothing behind
+    data = None if log_only else read_run(run, PLAIN, False)
     log, config = read_metrics(run), read_config(run)
     if not log or log[-1]["epoch"] < config.train.epochs:
         raise ValueError(f"{run} has not finished training; go on with its command and --resume")

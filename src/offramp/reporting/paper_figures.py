@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 
 from offramp.reporting.drawing import Panels, save
 from offramp.reporting.figures import draw_accuracy
-from offramp.reporting.groups import COLOURS, Group, RunData, by_configuration, find_runs, read_run
+from offramp.reporting.groups import COLOURS, PLAIN, Group, RunData, by_configuration, find_runs, read_run
 from offramp.runs.config import WeightingConfig
 from offramp.runs.folder import read_config
 from offramp.runs.recipe import list_recipes, recipe_of
@@ -107,7 +107,7 @@ def write_figures(paths: Sequence[str | Path], out: str | Path) -> Drawn:
     for folder in find_runs(paths):
         recipe = _followed(folder)
         if recipe in wanted:
-            runs.setdefault(recipe, []).append(read_run(folder))
+            runs.setdefault(recipe, []).append(read_run(folder, PLAIN, False))
     if not runs:
         raise ValueError("none of these runs was trained with a recipe of the paper's figures; see: offramp recipes")
     files, missing = [], {}

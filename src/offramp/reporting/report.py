@@ -12,26 +12,28 @@ from typing import Any
 
 from offramp.common.files import read_json, write_bytes
 from offramp.common.formatting import Table, to_csv, to_markdown
-from offramp.measuring.calibrate import stage_times
 from offramp.reporting import figures
 from offramp.reporting import report_tables as tables
 from offramp.reporting.drawing import Panels, save
+from offramp.reporting.fitted import Fit, families_chart, families_table, find_fit
 from offramp.reporting.groups import ELSEWHERE, Group, RunData, gather
-from offramp.reporting.headline import headline
+from offramp.reporting.headline import leading, weightings
 from offramp.reporting.report_page import ReportPage, render
+from offramp.reporting.shipped import Shipped, StageTimes, find_shipped, read_times, shown_family
 from offramp.reporting.weight_history import weights_by_epoch
 from offramp.runs.folder import ENVIRONMENT
 
 NAMES = {
-    *("accuracy", "accuracy-ms", "calibration", "overthinking", "training"),
+    *("accuracy", "accuracy-ms", "calibration", "families", "overthinking", "training"),
     *("weights", "weights-by-epoch", "weights-selected"),
+    *("shipped", "leaving", "confusion", "mistakes", "losing"),
     *("anytime", "budgeted", "budgeted-ms", "difficulty", "trust"),
 }  # of all figures and tables there can be
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was written, and the one-sentence answer."""
+    """What was written, and what it says on top."""
 
     page: Path
     files: Path
@@ -44,20 +46,30 @@ def write_report(
     *,
     budgets: Sequence[float] = (),
     times: str | Path | None = None,
-    measure: str = "max_softmax",
-    temperature: bool = False,
+    measure: str | None = None,
+    temperature: bool | None = None,
 ) -> Report:
-    """Write `out` (a page that needs nothing else) and, beside it, a folder with its figures and tables."""
+    """Write `out` (a page that needs nothing else) and, beside it, a folder with its figures and tables.
+
+    Without a measure and a temperature, each run is shown with those of its `policy.json`.
+    """
     out = Path(out)
     if out.suffix.lower() not in (".html", ".htm"):
         raise ValueError(f"--out must be an HTML file, for example report.html, got {out}")
     groups = gather(runs, measure, temperature)
-    answer = headline(groups)
-    prices = None if times is None else stage_times(read_json(times), len(groups[0].costs))
-    panels = _panels(groups, prices)
-    found = _tables(groups, budgets, prices)
+    fit = find_fit(run.folder for group in groups for run in group.runs)
+    shipped = find_shipped(groups, None if fit is None else fit.chosen_run)
+    known = None if times is None else read_times(times, len(groups[0].costs))
+    panels = _panels(groups, shipped, known, fit)
+    found = _tables(groups, budgets, shipped, known, fit)
     command = _command(runs, out, budgets, times, measure, temperature)
-    page = ReportPage(_title(groups), answer, _facts(groups), groups, panels, found, _repeat(groups, command))
+    answer = leading(groups, shipped, known) if fit is None else fit.sentence
+    compared = weightings(groups, shown_family(shipped))
+    more = [*([compared] if compared else []), *(() if fit is None else fit.warnings)]
+    page = ReportPage(
+        title_of(groups, fit), answer, more, _facts(groups), groups, shipped, known, panels,
+        {name: table for name, table in found.items() if name != "confusion"}, _repeat(groups, command),
+    )  # fmt: skip
     files = out.with_name(f"{out.stem}-files")
     write_bytes(out, render(page).encode())
     _forget(files, NAMES - {*found, *panels})
@@ -65,7 +77,7 @@ def write_report(
         _save_table(files, name, table)
     for one in panels.values():
         save(one, files)
-    return Report(out, files, answer)
+    return Report(out, files, " ".join([answer, *([compared] if compared else [])]))
 
 
 def _command(
@@ -73,15 +85,16 @@ def _command(
     out: Path,
     budgets: Sequence[float],
     times: str | Path | None,
-    measure: str,
-    temperature: bool,
+    measure: str | None,
+    temperature: bool | None,
 ) -> str:
     """What writes this report again."""
     words = ["offramp", "report", *map(str, runs), "--out", str(out)]
     words += ["--budgets", ",".join(f"{budget:.15g}" for budget in budgets)] if budgets else []
     words += ["--times", str(times)] if times is not None else []
-    words += ["--measure", measure] if measure != "max_softmax" else []
-    return shlex.join(words + (["--temperature"] if temperature else []))
+    words += ["--measure", measure] if measure is not None else []
+    told = {True: ["--temperature"], False: ["--no-temperature"], None: []}
+    return shlex.join(words + told[temperature])
 
 
 def _forget(files: Path, names: Iterable[str]) -> None:
@@ -91,11 +104,14 @@ def _forget(files: Path, names: Iterable[str]) -> None:
             (files / f"{name}.{suffix}").unlink(missing_ok=True)
 
 
-def _panels(groups: Sequence[Group], prices: Sequence[float] | None) -> dict[str, Panels]:
+def _panels(
+    groups: Sequence[Group], shipped: Shipped | None, times: StageTimes | None, fit: Fit | None
+) -> dict[str, Panels]:
     learned = next((group for group in groups if _has_learned(group)), None)
     found = [
-        figures.accuracy_against_cost(groups),
-        None if prices is None else figures.accuracy_against_time(groups, prices),
+        None if fit is None else families_chart(fit),
+        figures.accuracy_against_cost(groups, shown_family(shipped), shipped),
+        None if times is None else figures.accuracy_against_time(groups, times),
         None if learned is None else figures.weight_against_loss(learned),
         None if learned is None else figures.selected_weights(learned),
         None if learned is None else weights_by_epoch(learned.first.history, "weights-by-epoch"),
@@ -110,18 +126,31 @@ def _has_learned(group: Group) -> bool:
     return group.first.samples is not None and group.first.config.weighting.name in ("learned", "frozen")
 
 
-def _tables(groups: Sequence[Group], budgets: Sequence[float], prices: Sequence[float] | None) -> dict[str, Table]:
-    found = {
-        "anytime": tables.anytime(groups),
+def _tables(
+    groups: Sequence[Group],
+    budgets: Sequence[float],
+    shipped: Shipped | None,
+    times: StageTimes | None,
+    fit: Fit | None,
+) -> dict[str, Table]:
+    found: dict[str, Table | None] = {
+        "families": None if fit is None else families_table(fit),
+        "anytime": tables.anytime(groups, times),
         "trust": tables.trust(groups),
         "overthinking": tables.overthinking_table(groups),
+        "difficulty": tables.difficulty(groups),
     }
-    if any(run.curves for group in groups for run in group.runs):
+    if shipped is not None:
+        found["shipped"] = tables.shipped_table(shipped, times)
+        found["leaving"] = tables.leaving_table(shipped, times)
+        found["confusion"] = tables.confusion_table(shipped)
+        found["mistakes"] = tables.mistakes_table(shipped)
+        found["losing"] = tables.losing_table(shipped)
         found["budgeted"] = tables.budgeted(groups, budgets or tables.nice_budgets(groups))
-        if prices is not None:
-            found["budgeted-ms"] = tables.budgeted(groups, tables.nice_budgets(groups, prices), prices)
-    known = tables.difficulty(groups)
-    return {**found, "difficulty": known} if known else found
+    if shipped is not None and times is not None:
+        prices = times.milliseconds
+        found["budgeted-ms"] = tables.budgeted(groups, tables.nice_budgets(groups, prices), prices)
+    return {name: table for name, table in found.items() if table is not None}
 
 
 def _save_table(folder: Path, name: str, table: Table) -> None:
@@ -130,16 +159,20 @@ def _save_table(folder: Path, name: str, table: Table) -> None:
     write_bytes(folder / f"{name}.csv", to_csv(columns, rows).encode())
 
 
-def _title(groups: Sequence[Group]) -> str:
-    models = " and ".join(dict.fromkeys(group.first.summary.model for group in groups))
-    return f"{models} on {groups[0].first.config.data.name}"
+def title_of(groups: Sequence[Group], fit: Fit | None) -> str:
+    """The folder that the photos lie in; else the data's name."""
+    data = groups[0].first.config.data
+    if fit is not None:
+        return fit.folder
+    return Path(data.dir).name if data.name == "imagefolder" and data.dir and Path(data.dir).name else data.name
 
 
 def _facts(groups: Sequence[Group]) -> str:
     counts = [f"{group.label}: {len(group.runs)} {'run' if len(group.runs) == 1 else 'runs'}" for group in groups]
     samples = groups[0].first.summary.samples
     calibration = f"thresholds from {samples['calibration']:,} calibration images" if "calibration" in samples else ""
-    return " · ".join(part for part in (*counts, f"{samples['test']:,} test images", calibration) if part)
+    models = " and ".join(dict.fromkeys(group.first.summary.model for group in groups))
+    return " · ".join(part for part in (models, *counts, f"{samples['test']:,} test images", calibration) if part)
 
 
 def _repeat(groups: Sequence[Group], command: str) -> str:

@@ -1,6 +1,7 @@
-"""The report's page: figures, tables and images around a budget slider, everything inside one HTML file.
+"""The report's page: what ships first, then figures, tables and images around a budget slider, all in one HTML file.
 
-Text is escaped, data travel as JSON, and a content security policy forbids the page to load anything.
+What people who use a network want stands open; what only a researcher wants is folded away. Text is escaped, data
+travel as JSON, and a content security policy forbids the page to load anything.
 """
 
 from __future__ import annotations
@@ -18,23 +19,36 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from offramp.common.formatting import Table, is_numeric
+from offramp.common.formatting import Table
 from offramp.measuring.confidence import predicted_classes
-from offramp.measuring.policy import Policies, exits_taken, outcome
-from offramp.reporting.drawing import Frame, Panels, inline, inline_framed
+from offramp.measuring.policy import Policy, exits_taken, outcome
+from offramp.reporting import page_parts as parts
+from offramp.reporting.drawing import Frame, Panels, inline_framed
 from offramp.reporting.groups import Group, RunData
+from offramp.reporting.intervals import proportion_interval
+from offramp.reporting.shipped import (
+    Shipped,
+    StageTimes,
+    hardest_images,
+    shown_family,
+    shown_thumbs,
+    thumb_rows,
+)
 
 SHEET_COLUMNS = 16
 
 
 @dataclass(frozen=True)
 class ReportPage:
-    """What goes on the page: the words on top, the figures and the tables by name."""
+    """What goes on the page: the words on top, the policy it opens on, the figures and the tables by name."""
 
     title: str
-    headline: str
+    answer: str
+    more: Sequence[str]  # further sentences under the answer
     facts: str
     groups: Sequence[Group]
+    shipped: Shipped | None
+    times: StageTimes | None
     panels: dict[str, Panels]
     tables: dict[str, Table]
     repeat: str
@@ -43,18 +57,23 @@ class ReportPage:
 def render(page: ReportPage) -> str:
     """The page's HTML."""
     main, frame = inline_framed(page.panels["accuracy"])
+    ships = page.shipped is not None and page.shipped.chosen
     sections = [
-        _section("Accuracy against compute", _operating(page, main)),
-        _section("What easy and hard look like", _images(page)),
-        _section("Every exit on everything", _table(page.tables["anytime"]) + _optional(page, "budgeted")),
-        _section("What the weight net learned", _weights(page)),
-        _section("Calibration and overthinking", _trust(page)),
-        _section("Training", _figure(page.panels["training"], "few") if "training" in page.panels else ""),
-        _section("How to repeat it", page.repeat),
+        parts.section("What was tried, and what was chosen", _families(page)),
+        parts.section("What ships" if ships else "What leaving early brings", _operating(page, main)),
+        parts.section("Mistakes", _mistakes(page)),
+        parts.section("The hardest images", _hardest(page)),
+        parts.section("Classes that lose from leaving early", _losing(page)),
+        parts.section("What easy and hard look like", _images(page)),
+        parts.section(
+            "Every exit, and other budgets", _tables(page, "anytime", "budgeted", "budgeted-ms") + _timed(page)
+        ),
+        parts.section("For researchers", _folds(page)),
     ]
     return Template(_asset("page.html")).substitute(
         title=escape(page.title),
-        answer=escape(page.headline),
+        answer=escape(page.answer),
+        more="\n".join(f'<p class="more">{escape(sentence)}</p>' for sentence in page.more),
         facts=escape(page.facts),
         style=_asset("page.css"),
         script=_asset("page.js"),
@@ -68,102 +87,127 @@ def _asset(name: str) -> str:
     return (resources.files("offramp.reporting") / name).read_text(encoding="utf-8")
 
 
-def _section(title: str, body: str) -> str:
-    return f"<section>\n<h2>{escape(title)}</h2>\n{body}\n</section>" if body else ""
-
-
-def _card(body: str) -> str:
-    return f'<div class="card">{body}</div>'
-
-
-def _figure(panels: Panels, kind: str = "") -> str:
-    drawn = inline(panels)
-    body = "\n".join(drawn) if len(drawn) == 1 else f'<div class="panels {kind}">{"".join(drawn)}</div>'
-    caption = escape(panels.caption)
-    return _card(
-        f'<figure class="{kind}" role="img" aria-label="{caption}">{body}<figcaption>{caption}</figcaption></figure>'
-    )
+def _families(page: ReportPage) -> str:
+    if "families" not in page.panels:
+        return ""
+    return parts.figure(page.panels["families"]) + parts.fold("All numbers", _tables(page, "families"))
 
 
 CONTROLS = """
 <div class="card" id="operating">
+<h3>Try other budgets</h3>
 <div class="controls">
 <label>Run<select id="run"></select></label>
 <fieldset><legend>Thresholds</legend>
-<label><input type="radio" name="family" value="q" checked> the paper's rule</label>
-<label><input type="radio" name="family" value="searched"> searched</label></fieldset>
-<label for="budget">Budget: <b id="budget-text"></b> mul-adds per image on average</label>
+<label><input type="radio" name="family" value="searched"$searched> searched</label>
+<label><input type="radio" name="family" value="q"$q> the paper's rule</label></fieldset>
+<label for="budget">Budget: <b id="budget-text"></b> per image on average</label>
 <input type="range" id="budget" min="0" max="400" step="1">
 </div>
 <div class="ends"><span id="low"></span><span id="high"></span></div>
+<p class="pinned"><span id="which"></span> <button type="button" id="back" hidden>back to it</button></p>
 <div class="numbers">
-<div><b id="top1"></b><span>top-1 on test</span></div>
-<div><b id="cost"></b><span>mul-adds per image</span></div>
-<div><b id="saved"></b><span>compute saved</span></div>
+<div><b id="top1"></b><span>top-1 on test<br><i id="interval"></i></span></div>
+<div><b id="cost"></b><span>mul-adds per image<br><i id="saved"></i></span></div>
+<div id="timed" hidden><b id="ms"></b><span>per image<br><i id="faster"></i></span></div>
 </div>
 <p class="note" id="against"></p>
 <div id="exits"></div>
+<p class="unseen" role="status" id="said"></p>
 </div>
 """
 
 
 def _operating(page: ReportPage, main: str) -> str:
-    caption = escape(page.panels["accuracy"].caption)
-    figure = _card(
-        f'<figure id="main-figure" role="img" aria-label="{caption}">{main}<figcaption>{caption}</figcaption></figure>'
+    figure = parts.figure(page.panels["accuracy"], drawn=[main])
+    if page.shipped is None:
+        return figure
+    family = shown_family(page.shipped)
+    checked = {name: " checked" if name == family else "" for name in ("searched", "q")}
+    text = (
+        "Opens on the policy that ships, marked with a diamond. "
+        if page.shipped.chosen
+        else "No policy was chosen yet (offramp calibrate does); it opens on one that loses at most half a point on "
+        "the calibration split. "
     )
-    timed = _figure(page.panels["accuracy-ms"]) if "accuracy-ms" in page.panels else ""
-    if not _runs_with_policies(page.groups):
-        return figure + timed
-    note = (
-        '<p class="note">Move the budget: the policy shown is the most expensive within it on the calibration '
-        "split; "
-        "accuracy, cost and shares are what it gives on the test split. Lines show the paper's rule.</p>"
+    text += (
+        "Move the budget: the policy shown is the most expensive within it on the calibration split; accuracy, cost "
+        "and shares are what it gives on the test split."
     )
-    return f'{note}<div class="split">{figure}{CONTROLS}</div>{timed}{_optional(page, "budgeted-ms")}'
+    tables = _tables(page, "shipped", "leaving")
+    controls = Template(CONTROLS).substitute(checked)
+    return f'{tables}{parts.note(text)}<div class="split">{figure}{controls}</div>'
+
+
+def _mistakes(page: ReportPage) -> str:
+    if page.shipped is None:
+        return ""
+    return f'<div class="split">{parts.matrix(page.shipped)}{_tables(page, "mistakes")}</div>'
+
+
+def _hardest(page: ReportPage) -> str:
+    found = [] if page.shipped is None else hardest_images(page.shipped)
+    if page.shipped is None or not found:
+        return ""
+    kept = len(thumb_rows(page.shipped.run))
+    text = (
+        f"Of {kept:,} test images that were kept for this page, those whose own class gets the least probability in "
+        "the mean over exits, with what each exit said."
+    )
+    return parts.note(text) + parts.hardest(page.shipped, found)
+
+
+def _losing(page: ReportPage) -> str:
+    if page.shipped is None:
+        return ""
+    if "losing" not in page.tables:
+        return parts.note("None: leaving early takes right answers from no class, on the whole.")
+    text = (
+        "Points of accuracy that a class loses against the last exit. An interval that holds 0 may be chance; with few "
+        "images of a class it is wide."
+    )
+    return parts.note(text) + _tables(page, "losing")
 
 
 def _images(page: ReportPage) -> str:
     if _sheet_run(page.groups) is None:
         return ""
-    note = (
-        '<p class="note">A random handful of test images, where they leave at the budget chosen above, and whether '
-        "the exit they take is right about them.</p>"
+    text = (
+        "A random handful of test images, where they leave under the policy shown above, and whether the exit they "
+        "take is right about them. Arrow keys go from image to image."
     )
-    difficulty = _optional(page, "difficulty")
-    return f'{note}<div class="card" id="images"></div>{difficulty}'
+    seen = '<p class="note" id="looked-at" role="status">Point at an image, or go there with the Tab key.</p>'
+    return f"{parts.note(text)}{parts.card(f'{seen}<div></div>', 'images')}{_tables(page, 'difficulty')}"
+
+
+def _timed(page: ReportPage) -> str:
+    return parts.figure(page.panels["accuracy-ms"], "half") if "accuracy-ms" in page.panels else ""
+
+
+def _folds(page: ReportPage) -> str:
+    training = parts.figure(page.panels["training"], "few") if "training" in page.panels else ""
+    return "\n".join(
+        [
+            parts.fold("What the weight net learned", _weights(page)),
+            parts.fold("Calibration and overthinking", _trust(page)),
+            parts.fold("Training", training),
+            parts.fold("How to repeat it", page.repeat),
+        ]
+    )
 
 
 def _weights(page: ReportPage) -> str:
-    if "weights" not in page.panels:
-        return ""
-    found = _figure(page.panels["weights"]) + _figure(page.panels["weights-selected"], "few")
-    return found + (_figure(page.panels["weights-by-epoch"], "few") if "weights-by-epoch" in page.panels else "")
+    named = (("weights", ""), ("weights-selected", "few"), ("weights-by-epoch", "few"))
+    return "".join(parts.figure(page.panels[name], kind) for name, kind in named if name in page.panels)
 
 
 def _trust(page: ReportPage) -> str:
-    trust = _table(page.tables["trust"]) + _table(page.tables["overthinking"])
-    return _figure(page.panels["calibration"]) + trust + _figure(page.panels["overthinking"], "half")
+    tables = _tables(page, "trust", "overthinking")
+    return parts.figure(page.panels["calibration"]) + tables + parts.figure(page.panels["overthinking"], "half")
 
 
-def _optional(page: ReportPage, name: str) -> str:
-    return _table(page.tables[name]) if name in page.tables else ""
-
-
-def _table(table: Table) -> str:
-    title, columns, rows = table
-    texts = [not is_numeric([row[at] for row in rows]) for at in range(len(columns))]
-    kinds = [' class="text"' if text else "" for text in texts]
-    head = "".join(f"<th{kind}>{escape(column)}</th>" for column, kind in zip(columns, kinds, strict=True))
-    body, before = [], rows[0][0] if rows else ""
-    for row in rows:
-        cells = "".join(f"<td{kind}>{escape(cell)}</td>" for cell, kind in zip(row, kinds, strict=True))
-        body.append(f"<tr{' class=begins' if row[0] != before else ''}>{cells}</tr>")
-        before = row[0]
-    return _card(
-        f'<h3>{escape(title)}</h3><div class="scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
+def _tables(page: ReportPage, *names: str) -> str:
+    return "".join(parts.table(page.tables[name]) for name in names if name in page.tables)
 
 
 def _runs_with_policies(groups: Sequence[Group]) -> list[tuple[Group, RunData]]:
@@ -181,21 +225,30 @@ def _data(page: ReportPage, frame: Frame) -> str:
     value = {
         "classes": list(page.groups[0].first.summary.classes),
         "frame": {"x": frame.x, "y": frame.y},
-        "sheet": None if shown is None else _sheet(_shown_images(shown)),
-        "runs": [_run_data(group, run, shown) for group, run in _runs_with_policies(page.groups)],
+        "sheet": None if shown is None else _sheet(shown_thumbs(shown)),
+        "runs": [_run_data(page, group, run, shown) for group, run in _runs_with_policies(page.groups)],
     }
     return json.dumps(value, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _run_data(group: Group, run: RunData, shown: RunData | None) -> dict[str, Any]:
+def _run_data(page: ReportPage, group: Group, run: RunData, shown: RunData | None) -> dict[str, Any]:
     seeds = f", seed {run.config.seed}" if len(group.runs) > 1 else ""
     same = shown is not None and _same_images(run, shown)
+    policies = run.policies
+    assert policies is not None
+    times = None if page.times is None or len(page.times.milliseconds) != len(run.costs) else page.times.milliseconds
+    opens = page.shipped is not None and page.shipped.run is run
+    first = policies.policy if run.chosen else page.shipped.policy if opens and page.shipped is not None else None
     return {
         "label": group.label + seeds,
         "colour": group.colour,
-        "costs": run.summary.costs,
+        "costs": run.costs,
+        "ms": times,
         "full_top1": run.metrics[-1].top1,
-        "families": {family: _family_data(run, family, same) for family in ("searched", "q")},
+        "families": {name: [_policy_data(run, p, same) for p in policies.family(name)] for name in ("searched", "q")},
+        "first": None if first is None else _policy_data(run, first, same),
+        "opens": opens,
+        "chosen": run.chosen,
         "images": _guesses(run) if same else None,
     }
 
@@ -205,25 +258,20 @@ def _same_images(run: RunData, shown: RunData) -> bool:
     return one is not None and other is not None and one.tolist() == other.tolist()
 
 
-def _family_data(run: RunData, family: str, images: bool) -> list[dict[str, Any]]:
-    assert run.policies is not None
-    found = run.policies.family(family)
-    leaves = _leaves(run, run.policies, family) if images else [""] * len(found)
-    values = []
-    for policy, digits in zip(found, leaves, strict=True):
-        on_test = outcome(run.predictions, policy.thresholds, run.summary.costs)
-        values.append(
-            {
-                "budget": policy.mul_adds,
-                "q": policy.q,
-                "thresholds": policy.to_json()["thresholds"],
-                "top1": on_test.top1,
-                "mul_adds": on_test.cost,
-                "shares": on_test.shares,
-                "leaves": digits,
-            }
-        )
-    return values
+def _policy_data(run: RunData, policy: Policy, images: bool) -> dict[str, Any]:
+    """A policy, what it gives on the test split, and where each shown image leaves under it."""
+    on_test = outcome(run.predictions, policy.thresholds, run.costs)
+    samples = run.predictions.samples
+    return {
+        "budget": policy.mul_adds,
+        "q": policy.q,
+        "thresholds": policy.to_json()["thresholds"],
+        "top1": on_test.top1,
+        "interval": proportion_interval(round(on_test.top1 * samples), samples),
+        "mul_adds": on_test.cost,
+        "shares": on_test.shares,
+        "leaves": _leaves(run, policy) if images else "",
+    }
 
 
 def _sheet(images: np.ndarray) -> dict[str, Any]:
@@ -243,32 +291,17 @@ def _sheet(images: np.ndarray) -> dict[str, Any]:
     return {"src": source, "columns": SHEET_COLUMNS, "rows": rows, "count": count}
 
 
-def _thumb_rows(run: RunData) -> np.ndarray:
-    """The rows of the saved outputs that have an image; images whose sample could not be read have none."""
-    assert run.test.thumb_index is not None
-    order = np.argsort(run.test.index)
-    at = np.searchsorted(run.test.index, run.test.thumb_index, sorter=order)
-    rows = order[np.minimum(at, len(order) - 1)]
-    return rows[run.test.index[rows] == run.test.thumb_index]
-
-
-def _shown_images(run: RunData) -> np.ndarray:
-    """The images that belong to `_thumb_rows`."""
-    assert run.test.thumbs is not None and run.test.thumb_index is not None
-    return run.test.thumbs[np.isin(run.test.thumb_index, run.test.index)]
-
-
 def _guesses(run: RunData) -> dict[str, Any]:
     """What is shown of each image: its class, and what every exit says."""
-    rows = _thumb_rows(run)
+    rows = thumb_rows(run)
     return {
         "labels": run.test.labels[rows].tolist(),
         "guesses": predicted_classes(run.test.logits[:, rows]).tolist(),
     }
 
 
-def _leaves(run: RunData, policies: Policies, family: str) -> list[str]:
-    """For each policy of a family one digit per image: the exit it takes (exit 10 is `a`)."""
-    own = run.predictions.confidences[:, _thumb_rows(run)]
+def _leaves(run: RunData, policy: Policy) -> str:
+    """One digit per shown image: the exit it takes (exit 10 is `a`)."""
+    own = run.predictions.confidences[:, thumb_rows(run)]
     digits = np.array(list(" 123456789abcdefghijklmnopqrstuvwxyz"))
-    return ["".join(digits[exits_taken(own, policy.thresholds)]) for policy in policies.family(family)]
+    return "".join(digits[exits_taken(own, policy.thresholds)])

@@ -9,17 +9,120 @@ import numpy as np
 from offramp.common.formatting import Table, millions, with_spread
 from offramp.measuring.metrics import exit_difficulty
 from offramp.reporting.groups import Group
+from offramp.reporting.headline import percent_range
+from offramp.reporting.shipped import Shipped, StageTimes, confusion, losing_classes, right_interval
 
 BUDGETS = 5
+MISTAKES = 10  # pairs of classes, and classes that lose
 
 
-def anytime(groups: Sequence[Group]) -> Table:
+def shipped_table(shipped: Shipped, times: StageTimes | None) -> Table:
+    """The policy that ships beside the whole network: accuracy with its interval, cost, time."""
+    found = shipped.milliseconds(times)
+    kinds = [
+        (policy_name(shipped), shipped.right, shipped.cost, 0),
+        ("everybody goes to the last exit", shipped.whole_right, shipped.run.costs[-1], 1),
+    ]
+    rows = [
+        [
+            name,
+            f"{100 * right.mean():.2f}",
+            percent_range(right_interval(right)),
+            millions(cost),
+            f"{100 * cost / shipped.run.costs[-1]:.0f}",
+            *([] if found is None else [f"{found[at]:.3g}", f"{found[1] / found[at]:.2f}"]),
+        ]
+        for name, right, cost, at in kinds
+    ]
+    timed = [] if found is None else ["ms", "times as fast"]
+    columns = ["policy", "top-1 %", "95 % interval", "mul-adds", "of the whole %", *timed]
+    return f"Accuracy on {shipped.samples:,} test images, and what it costs per image", columns, rows
+
+
+def policy_name(shipped: Shipped) -> str:
+    """How the policy is called."""
+    return "the policy that ships" if shipped.chosen else "suggested: at most half a point lost on calibration"
+
+
+def leaving_table(shipped: Shipped, times: StageTimes | None) -> Table:
+    """Exit by exit: who leaves there, how often that is right, what it costs."""
+    timed = times is not None and shipped.milliseconds(times) is not None
+    rows = []
+    for k, cost in enumerate(shipped.run.costs, 1):
+        here = shipped.taken == k
+        last = k == len(shipped.run.costs)
+        threshold = "all that is left" if last else _threshold(shipped.policy.thresholds[k - 1])
+        right = f"{100 * shipped.right[here].mean():.1f}" if here.any() else "–"
+        own = [f"{times.milliseconds[k - 1]:.3g}"] if timed and times is not None else []
+        rows.append([str(k), threshold, f"{100 * here.mean():.1f}", right, millions(cost), *own])
+    columns = ["exit", "leaves from confidence", "share %", "of them right %", "mul-adds", *(["ms"] if timed else [])]
+    return f"Where test images leave under {policy_name(shipped).removeprefix('suggested: ')}", columns, rows
+
+
+def _threshold(value: float) -> str:
+    return f"{value:.4f}" if np.isfinite(value) else "nobody leaves"
+
+
+def class_name(shipped: Shipped, label: int) -> str:
+    """A class's name; its number where the names are not known."""
+    names = shipped.run.summary.classes
+    return names[label] if label < len(names) else f"class {label}"
+
+
+def confusion_table(shipped: Shipped) -> Table:
+    """All classes: rows are what an image is, columns what the network says."""
+    counts = confusion(shipped)
+    names = [class_name(shipped, label) for label in range(len(counts))]
+    rows = [[name, *map(str, row)] for name, row in zip(names, counts.tolist(), strict=True)]
+    title = "Confusion matrix: rows are what a test image is, columns what is said, under the policy shown first"
+    return title, ["it is", *names], rows
+
+
+def mistakes_table(shipped: Shipped) -> Table | None:
+    """The pairs of classes that are mistaken most often."""
+    counts = confusion(shipped)
+    own = counts.sum(1)
+    wrong = counts - np.diag(np.diag(counts))
+    order = np.argsort(-wrong, axis=None, kind="stable")[:MISTAKES]
+    rows = []
+    for label, said in zip(*np.unravel_index(order, wrong.shape), strict=True):
+        if wrong[label, said]:
+            share = f"{100 * wrong[label, said] / own[label]:.1f}"
+            rows.append([class_name(shipped, label), class_name(shipped, said), str(wrong[label, said]), share])
+    return (
+        ("The most frequent mistakes", ["it is", "it is said to be", "images", "of its class %"], rows)
+        if rows
+        else None
+    )
+
+
+def losing_table(shipped: Shipped) -> Table | None:
+    """Classes that are right less often for leaving early."""
+    found = losing_classes(shipped)
+    rows = [
+        [
+            class_name(shipped, one.label),
+            str(one.images),
+            f"{100 * one.whole_top1:.1f}",
+            f"{100 * one.top1:.1f}",
+            f"{one.points:.1f}",
+            f"{one.interval[0]:.1f} to {one.interval[1]:.1f}",
+        ]
+        for one in found[:MISTAKES]
+    ]
+    columns = ["class", "images", "last exit right %", "leaving early right %", "points lost", "95 % interval"]
+    more = f", the first {MISTAKES} of {len(found)}" if len(found) > MISTAKES else ""
+    return (f"Points lost, class by class{more}", columns, rows) if rows else None
+
+
+def anytime(groups: Sequence[Group], times: StageTimes | None = None) -> Table:
     """Top-1 of every exit on the whole test split, method beside method, and the paper's where known."""
     title = f"Top-1 in % of every exit on all {len(groups[0].first.test.labels):,} test images"
     if len({group.costs for group in groups}) > 1:
         return title, *_anytime_by_network(groups)
     means = [100 * group.top1() for group in groups]
-    columns = ["exit", "mul-adds", *(group.label for group in groups)]
+    timed = times is not None and len(times.milliseconds) == len(groups[0].costs)
+    columns = ["exit", "mul-adds", *(["ms"] if timed else []), *(group.label for group in groups)]
     cells = [[with_spread(top1[:, k]) for top1 in means] for k in range(len(groups[0].costs))]
     if len(groups) == 2:
         columns.append("difference")
@@ -30,7 +133,11 @@ def anytime(groups: Sequence[Group]) -> Table:
             columns.append(f"paper, {group.label}")
             for row, top1 in zip(cells, group.paper_top1, strict=True):
                 row.append(f"{top1:.2f}")
-    rows = [[str(k), millions(cost), *row] for k, (cost, row) in enumerate(zip(groups[0].costs, cells, strict=True), 1)]
+    prices = [[f"{ms:.3g}"] for ms in times.milliseconds] if timed and times is not None else [[]] * len(cells)
+    rows = [
+        [str(k), millions(cost), *price, *row]
+        for k, (cost, price, row) in enumerate(zip(groups[0].costs, prices, cells, strict=True), 1)
+    ]
     return title, columns, rows
 
 

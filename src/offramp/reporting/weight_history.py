@@ -81,7 +81,12 @@ def weights_by_epoch(history: History | None, name: str) -> Panels | None:
     room = 0.05 * (np.ptp(values) + 0.1)
     limits = (min(values.min(), 1) - room, max(values.max(), 1) + room)
     draws = [partial(_draw, history, kind, title, limits) for kind, title in titles.items()]
-    return Panels(name, caption, draws, "third")
+    ends = "; ".join(
+        f"{title}: {', '.join(f'{weight:.2f}' for weight in getattr(history, kind)[-1])}"
+        for kind, title in titles.items()
+    )
+    words = f"Mean weights from exit to exit at the end of training; {ends}."
+    return Panels(name, caption, draws, "third", "Weights while the network learned", words)
 
 
 def _draw(history: History, kind: str, title: str, limits: tuple[float, float], axes: Axes) -> None:

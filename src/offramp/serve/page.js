@@ -14,6 +14,7 @@
   };
   const bar = (share, expected) => {
     const made = element("div", "bar"), fill = element("i", "fill");
+    made.setAttribute("aria-hidden", "true");  // the number stands beside it
     fill.style.width = 100 * share + "%";
     made.append(fill);
     if (expected !== undefined) {
@@ -28,7 +29,6 @@
 
   const guessRow = (guess, taken) => {
     const row = element("div", taken ? "guess taken" : "guess"), name = element("span", "name", guess.label);
-    name.title = guess.label;
     row.append(element("span", "", `exit ${guess.exit}`), name, bar(guess.confidence || 0), share(guess.confidence));
     return row;
   };
@@ -68,7 +68,9 @@
     }
     return box;
   };
-  const fail = (box, sentence) => {
+  const announce = (text) => { at("said").textContent = text; };
+  const fail = (box, sentence, file) => {
+    announce(`${file.name}: ${sentence}`);
     box.classList.add("failed");
     box.querySelector("b").textContent = sentence;
   };
@@ -79,21 +81,30 @@
     try {
       const response = await fetch("predict", { method: "POST", body: form });
       const found = await response.json();
-      if (!response.ok) return fail(box, found.detail);
-      box.querySelector(".said").replaceWith(answer(found.predictions[0], file));
-      if (data.reveal) box.append(guesses(found.predictions[0]));
+      if (!response.ok) return fail(box, found.detail, file);
+      const first = found.predictions[0];
+      box.querySelector(".said").replaceWith(answer(first, file));
+      announce(`${file.name}: ${first.label}` + (known(first.confidence) ? `, confidence ${percent(first.confidence, 1)}` : ""));
+      if (data.reveal) box.append(guesses(first));
     } catch (error) {
-      fail(box, "The server does not answer.");
+      fail(box, "The server does not answer.", file);
     }
     await poll();
   };
   const take = (files) => [...files].slice(0, SHOWN).forEach(send);
 
   const exitRow = (k, live) => {
-    const row = element("div", "exit");
-    row.append(element("span", "", `exit ${k + 1}`), bar(live ? live[k] : 0, data.calibration[k]),
+    const row = element("div", "exit"), name = element("span", "", `exit ${k + 1}`);
+    row.setAttribute("role", "listitem");
+    name.append(element("span", "unseen", `, expected ${percent(data.calibration[k], 0)}, now`));
+    row.append(name, bar(live ? live[k] : 0, data.calibration[k]),
       element("span", "share", live ? percent(live[k], 0) : "–"));
     return row;
+  };
+  let answers = true;  // said when it changes; the shares themselves change too often to be read out
+  const hear = (now) => {
+    if (now !== answers) at("state").textContent = now ? "The server answers again." : "The server does not answer.";
+    answers = now;
   };
   const poll = async () => {
     try {
@@ -102,7 +113,9 @@
         ? `Shares of the last ${live.images.toLocaleString("en")} images.`
         : "Shares show once there are enough images to hide each single one.";
       at("exits").replaceChildren(...data.calibration.map((_, k) => exitRow(k, live.images ? live.shares : null)));
+      hear(true);
     } catch (error) {
+      hear(false);
       at("seen").textContent = "The server does not answer.";
     }
   };

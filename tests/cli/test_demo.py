@@ -1,0 +1,77 @@
+"""The demo, small: it leads with a saving and its accuracy, measured in the run, and leaves a report that agrees."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from offramp.cli.demo import comparison, run_demo, run_photos_demo
+from offramp.data.listing import list_folder
+from offramp.measuring.policy import read_policies
+from offramp.reporting.groups import gather
+from offramp.reporting.shipped import find_shipped
+
+TINY = ("data.train=96", "data.calibration=60", "data.test=80", "train.epochs=1", "train.batch=32")
+PRICE = r"(for|and gains) [\d.]+ points of accuracy \(-?[\d.]+ to -?[\d.]+\)"
+LEAD = rf"Leaving early saves (\d+) % of the compute {PRICE}, and is ([\d.]+) times as fast on this machine\."
+
+
+def test_digits_lead_with_what_is_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = run_demo(tmp_path, "cpu", TINY)
+    said = capsys.readouterr().out
+    found = re.search(LEAD, said)
+    shipped = find_shipped(gather([folder / "baseline", folder / "learned"]))
+    assert found and shipped is not None and shipped.run.folder == folder / "learned"
+    assert int(found[1]) == round(100 * shipped.saved)
+    assert said.index(found[0]) < said.index("Conventional training and learned weights")  # first this, then those
+    assert "One seed each" in said and said.rstrip().endswith(str(folder / "report.html"))
+    page = (folder / "report.html").read_text()
+    assert "The policy that ships" in page and "stage times measured in batches of 32" in page
+    assert (folder / "times.json").is_file() and len(list((folder / "images").iterdir())) == 4
+
+
+def test_weightings_stand_with_their_spread() -> None:
+    before = np.array([[True] * 70 + [False] * 30, [True] * 80 + [False] * 20])
+    after = np.array([[True] * 80 + [False] * 20, [True] * 80 + [False] * 20])
+    title, columns, rows = comparison(before, after, [1_000_000, 2_000_000])
+    assert "all 100 test images" in title and columns[-1] == "difference"
+    assert rows[0][:4] == ["1", "1.00M", "70.00", "80.00"] and rows[0][4].startswith("+10.00 (+")
+    assert rows[1][4].startswith("+0.00 (-")
+
+
+def test_photos_end_with_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("timm")
+    folder = run_photos_demo(tmp_path, "cpu")
+    said = capsys.readouterr().out
+    assert re.search(LEAD, said) and "A toy set" in said and "of 40 test images are right" in said
+    asked = re.search(r"^\$ offramp predict (\S+) (\S+)$", said, re.MULTILINE)
+    assert asked and Path(asked[1]) == folder / "bundle" and Path(asked[2]).is_file()
+    policies = read_policies(folder / "photos/policy.json")
+    assert policies.policy.mul_adds <= 0.65 * policies.costs[-1]
+    right = np.load(folder / "photos/eval/test/logits.npy")[-1].argmax(-1) == np.load(
+        folder / "photos/eval/test/labels.npy"
+    )
+    assert right.mean() > 0.5  # five classes, and features from ImageNet
+    assert "<h1>photos_demo</h1>" in (folder / "report.html").read_text()
+
+
+def test_the_photos_are_few_small_and_of_a_named_source() -> None:
+    root = Path(str(resources.files("offramp.data") / "photos_demo"))
+    files = sorted(root.rglob("*.jpg"))
+    assert len(files) == 100 and sum(file.stat().st_size for file in files) < 1_500_000
+    listed = list_folder(root, calibration=20)
+    assert len(listed.class_names) == 5
+    assert {name: len(split.paths) for name, split in listed.splits.items()} == {
+        "train": 40, "calibration": 20, "test": 40,
+    }  # fmt: skip
+    assert all(np.bincount(split.labels).tolist() == [len(split.labels) // 5] * 5 for split in listed.splits.values())
+    for file in files:
+        with Image.open(file) as image:
+            assert min(image.size) == 192
+    about = (root / "README.md").read_text()
+    assert "Alexey Grigorev" in about and "CC0" in about
