@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from helpers.runs import call
-from offramp.common.files import new_folder, write_bytes, write_json
+from offramp.common.files import name_the_real_file, new_folder, write_bytes, write_json
 
 
 def forbid(monkeypatch: pytest.MonkeyPatch, name: str, ends: str) -> None:
@@ -45,6 +45,23 @@ def test_a_file_in_a_folder_that_is_being_made_is_named(tmp_path: Path, monkeypa
         write_json(part / "model.json", {})
     assert failed.value.filename == str(tmp_path / "bundle" / "model.json")
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("part", "real"),
+    [
+        ("/a/.policy.json.17.part", "/a/policy.json"),
+        ("/a/.bundle.17.part/.model.json.18.part", "/a/bundle/model.json"),
+        ("run/eval.part/test/labels.npy", "run/eval/test/labels.npy"),
+        (".bundle.17.part", "bundle"),
+        ("/a/.hidden/whole.json", "/a/.hidden/whole.json"),
+        ("/a/partner/x.parted", "/a/partner/x.parted"),
+    ],
+)
+def test_the_real_name_of_a_part(part: str, real: str) -> None:
+    error = PermissionError(errno.EACCES, "no", part)
+    name_the_real_file(error)
+    assert error.filename == real
 
 
 def test_the_command_line_says_it_in_a_sentence(

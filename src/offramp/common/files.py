@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 PART = re.compile(r"\..+\.(\d+)\.part")  # what `writing` calls a file until it is whole; the number is its process's
-PART_OF = re.compile(r"(?:^|(?<=/))\.([^/]+)\.\d+\.part(?=/|$)")  # the same within a path; the name is the real one
+# The same within a path, and folders that are called NAME.part; the first group is the real name.
+PART_OF = re.compile(r"(?:^|(?<=/))(?:\.(?=[^/]+\.\d+\.part))?([^/]+?)(?:\.\d+)?\.part(?=/|$)")
 DIGEST = "digest"  # the key of sealed JSON
 
 
@@ -52,7 +53,7 @@ def new_folder(path: Path) -> Iterator[Path]:
             path.rmdir()
         os.replace(part, path)
     except OSError as error:
-        _name_the_real_file(error)
+        name_the_real_file(error)
         raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -66,11 +67,11 @@ def naming(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.filename is None and error.errno is not None:  # one without a number is a sentence of its own
             error.filename = str(path)
-        _name_the_real_file(error)
+        name_the_real_file(error)
         raise
 
 
-def _name_the_real_file(error: OSError) -> None:
+def name_the_real_file(error: OSError) -> None:
     """Let an error name what is written, not what it is called until it is whole."""
     if isinstance(error.filename, (str, Path)):
         error.filename = PART_OF.sub(r"\1", str(error.filename))
