@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: help demo test lint slow clean
+.PHONY: help demo docs test lint slow clean
 
 help: ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
@@ -23,8 +23,12 @@ lint: $(READY) ## ruff and mypy
 slow: $(READY) ## the tests that take minutes
 	$(BIN)/pytest -n auto --dist worksteal -m slow --timeout 1800
 
+docs: $(READY) ## build the documentation: one folder that opens offline
+	$(BIN)/sphinx-build -W --keep-going -q docs build/docs
+	@echo "open build/docs/index.html"
+
 clean: ## remove the environment and caches; runs are kept
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache
 
 $(READY): pyproject.toml constraints.txt
 	@echo "setting up $(VENV): some minutes and about 5.5 GB, once"

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from helpers.runs import call
+from helpers.runs import SMALL_RUN, call
+from offramp.common import registry
+from offramp.training.weighting import WEIGHTINGS
 
 DOCS = Path(__file__).parents[2] / "docs"
 # Trainings are the same ones, made small.
@@ -26,7 +30,9 @@ def draw_photos(folder: Path, classes: int, each: int) -> None:
         Image.fromarray(draw.integers(0, 256, (40, 36, 3), dtype=np.uint8)).save(path)
 
 
-def run_page(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
+def run_page(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], small: Sequence[str] = SMALL
+) -> dict[str, object]:
     """Run a page from top to bottom in the current folder; what its Python knew at the end."""
     steps = re.findall(
         r"```python\n(.*?)```|^    (offramp [^\n]*)$", (DOCS / name).read_text(), re.DOTALL | re.MULTILINE
@@ -38,7 +44,7 @@ def run_page(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
             exec(compile(code, name, "exec"), known)
         else:
             words = shlex.split(command)[1:]
-            words += [word for setting in SMALL if words[0] == "train" for word in ("--set", setting)]
+            words += [word for setting in small if words[0] == "train" for word in ("--set", setting)]
             assert call(monkeypatch, *words) == 0, command
         assert capsys.readouterr().out
     return known
@@ -65,3 +71,16 @@ def test_a_network_that_exists(
     assert (tmp_path / "runs/mine/bundle/stage-3.onnx").is_file()
     summary = known["summary"].exits["test"]  # type: ignore[attr-defined]
     assert summary[-1].top1 > 0.5  # it learned something
+
+
+def test_comparing_ways_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "loaded", [])
+    monkeypatch.setattr(WEIGHTINGS, "_entries", dict(WEIGHTINGS._entries))
+    monkeypatch.delitem(sys.modules, "my_weighting", raising=False)
+    run_page("research.md", monkeypatch, capsys, [*SMALL_RUN, "train.epochs=1"])
+    for run in ("baseline/seed-1", "learned/seed-1", "late/seed-0"):
+        assert (tmp_path / "runs" / run / "eval/eval.json").is_file()
+    assert "late-only weights" in (tmp_path / "runs/report-files/anytime.md").read_text()

@@ -271,6 +271,10 @@ def test_every_batch_norm_of_a_resnet_is_folded() -> None:
 def test_unknown_networks_are_sentences() -> None:
     with pytest.raises(ValueError, match="did you mean 'timm/resnet18' or 'torchvision/resnet18'"):
         create_model("resnet18")
+    with pytest.raises(
+        ValueError, match="'EfficientNetB0' is unknown; did you mean 'timm/efficientnet_b0' or 'torchvision/effi"
+    ):
+        create_model("EfficientNetB0")
     with pytest.raises(ValueError, match="timm model 'resnet5' is unknown; did you mean 'resnet50'"):
         create_model("timm/resnet5")
     with pytest.raises(ValueError, match="override of model 'timm/resnet18' 'exist' is unknown; did you mean 'exits'"):

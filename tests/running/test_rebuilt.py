@@ -156,7 +156,7 @@ def test_the_import_of_a_registered_network_is_recorded_and_asked_for(
     assert call(monkeypatch, "export", "run", "--out", "bundle", "--format", "torch") == 0
     said = capsys.readouterr().out
     assert "whoever loads it needs --import own_module.py; with --format onnx nobody would" in said
-    assert said.splitlines()[-1] == "next: offramp predict bundle IMAGES --import own_module.py"
+    assert said.splitlines()[-1] == "next: offramp predict bundle bundle/photo-1.png --import own_module.py"
     assert card_of(Path("bundle"))["imports"] == ["own_module.py"] and "imports" not in card_of(Path("onnx"))
     offramp.load_bundle("bundle", device="cpu").check_golden()
     MODELS._entries.pop("own-net")

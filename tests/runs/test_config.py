@@ -41,7 +41,10 @@ def test_the_learning_rate_follows_the_batch() -> None:
     [
         ("train.epoch=3", "setting 'train.epoch' is unknown; did you mean 'train.epochs'"),
         ("trian.epochs=3", "did you mean 'train.epochs'"),
-        ("epochs=3", "setting 'epochs' is unknown"),
+        ("epochs=3", "setting 'epochs' is unknown; did you mean 'train.epochs'"),
+        ("train.lr=0.1", "setting 'train.lr' is unknown; did you mean 'train.learning_rate'"),
+        ("train.batch_size=64", "did you mean 'train.batch'"),
+        ("train.colour=1", r"setting 'train.colour' is unknown\. Known"),
         ("train.epochs=three", "train.epochs must be a whole number, got 'three'"),
         ("train.epochs=0", "train.epochs must be 1 or more"),
         ("train.epochs=true", "train.epochs must be a whole number, got True"),

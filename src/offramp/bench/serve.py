@@ -97,6 +97,7 @@ def load_test(
     """Load the server at `url` with encoded images, whose labels are `expected`; it should have no other users."""
     if not images or clients < 1:
         raise ValueError("a load test needs at least one image and one client")
+    _refuse_no_time(seconds)
     if expected is not None and len(expected) != len(images):
         raise ValueError(f"there are {len(images)} images but {len(expected)} expected labels")
     place = urlsplit(url)
@@ -105,6 +106,11 @@ def load_test(
     wanted: Sequence[str | None] = [None] * len(images) if expected is None else expected
     samples = [(_request(image), label) for image, label in zip(images, wanted, strict=True)]
     return asyncio.run(_load(place.hostname, place.port or 80, samples, seconds, clients))
+
+
+def _refuse_no_time(seconds: float) -> None:
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"seconds must be a number above 0, got {seconds:g}")
 
 
 def _request(image: bytes) -> bytes:
@@ -193,6 +199,7 @@ async def _server_images(server: _Connection) -> int:
 
 def bench_serve(path: str | Path, seconds: float = 30.0, clients: int = 64) -> LoadResult:
     """Load a server with the bundle's golden images, whose labels are known."""
+    _refuse_no_time(seconds)  # before a server is started
     bundle = load_bundle(path, device="cpu")
     images = _encoded(bundle.folder)
     expected = [bundle.classes[label] for label in bundle(images).labels]

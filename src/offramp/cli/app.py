@@ -93,7 +93,10 @@ def main() -> None:
     try:
         with explained():
             run(sys.argv[1:])
-    except (ValueError, OSError, MissingExtra) as error:
+    except OSError as error:
+        named = error.filename is not None and error.strerror is not None
+        message = f"{error.filename}: {error.strerror}" if named else str(error)
+    except (ValueError, MissingExtra) as error:
         message = str(error)
     except MemoryError:
         message = "out of memory; use a smaller batch"

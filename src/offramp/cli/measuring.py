@@ -19,6 +19,7 @@ from offramp.cli.options import (
     Temperature,
     Times,
     command,
+    trying,
 )
 from offramp.common.console import print_table, say
 from offramp.common.formatting import parse_count
@@ -79,7 +80,7 @@ def calibrate_command(
         bundle, images = _bundle_and_images(run, data, data_dir, settings or [], device)
         options: dict[str, Any] = {"measure": measure, "temperature": temperature, "times": times, "silent": as_json}
         found = calibrate_bundle(bundle, images, out, request, **options)
-        saved = f"saved, with {len(found.policies) - 1} others: {out}\nnext: {command('predict', out, 'IMAGES')}"
+        saved = f"saved, with {len(found.policies) - 1} others: {out}\nnext: {trying(out, data_dir)}"
     else:
         if data is not None or data_dir is not None or settings:
             raise ValueError(f"{run} is no bundle; a run is calibrated on its own calibration split, without --data")

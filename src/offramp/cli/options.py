@@ -51,6 +51,12 @@ def command(*words: object) -> str:
     return shlex.join(["offramp", *map(str, words), *imports])
 
 
+def trying(bundle: Path, photos: Path | None = None) -> str:
+    """A command that tries a bundle: on photos that are known to be there, else on one that the bundle holds."""
+    own = next(iter(sorted(bundle.glob("photo-*.*"))), None)
+    return command("predict", bundle, photos or own or "IMAGES")
+
+
 def pixels_allowed(text: str | None) -> int:
     """What `--max-pixels` says."""
     return MAX_PIXELS if text is None else int(parse_count(text, "--max-pixels"))

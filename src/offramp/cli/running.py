@@ -8,7 +8,18 @@ from typing import Annotated
 
 import typer
 
-from offramp.cli.options import AsJson, Budget, BundlePath, Device, Format, MaxPixels, Settings, command, pixels_allowed
+from offramp.cli.options import (
+    AsJson,
+    Budget,
+    BundlePath,
+    Device,
+    Format,
+    MaxPixels,
+    Settings,
+    command,
+    pixels_allowed,
+    trying,
+)
 from offramp.common.console import print_table, say
 from offramp.common.formatting import parse_count
 
@@ -46,7 +57,16 @@ def export(
     say(f"bundle: {path} ({written['format']}, {size:.1f} MB), equal to its golden outputs")
     if needs:
         say(f"whoever loads it needs {', '.join(needs)}; with --format onnx nobody would")
-    say(f"next: {command('predict', path, 'IMAGES')}")
+    say(f"next: {trying(path, _photos_of(Path(run)))}")
+
+
+def _photos_of(run: Path) -> Path | None:
+    """The folder of photos that a run was trained on, where it is still there."""
+    from offramp.runs.folder import holds_run, read_config
+
+    data = read_config(run).data if holds_run(run) else None
+    known = Path(data.dir) if data is not None and data.name == "imagefolder" and data.dir else None
+    return known if known is not None and known.is_dir() else None
 
 
 @verbs.command("serve")

@@ -94,7 +94,9 @@ def evaluate(
     print_table(*anytime_table(summary))
     following = [command("calibrate", run)] if "calibration" in summary.samples else []
     following += [command("report", run)] if "test" in summary.samples else []
-    say(f"saved: {Path(run) / 'eval'}\nnext: {', or '.join(following)}")
+    say(f"saved: {Path(run) / 'eval'}")
+    for before, line in zip(("next", "  or"), following, strict=False):
+        say(f"{before}: {line}")
 
 
 def _evaluate_bundle(bundle: str, data: str | None, data_dir: Path | None, settings: list[str], device: str) -> None:

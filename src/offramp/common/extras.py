@@ -1,4 +1,4 @@
-"""A missing extra is answered with the command that installs it."""
+"""A missing extra is answered with the command that installs it; so is what only a checkout of the repository has."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ _EXTRA_OF = {
 }
 
 
+# The results page and the paper's figures; a wheel goes without them (pyproject.toml leaves them out).
+CHECKOUT_ONLY = frozenset(
+    f"offramp.reporting.{name}"
+    for name in ("claims", "kept_runs", "paper_figures", "results_page", "results_tables", "sections")
+)
+
+
 class MissingExtra(ImportError):
     """A part of offramp was used whose packages are not installed."""
 
@@ -35,6 +42,10 @@ def explained() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
+        if error.name in CHECKOUT_ONLY:
+            raise MissingExtra(
+                "this verb comes with a checkout of the repository, not with the wheel; there: pip install -e ."
+            ) from error
         package = (error.name or "").split(".")[0]
         if package not in _EXTRA_OF:
             raise

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 PART = re.compile(r"\..+\.(\d+)\.part")  # what `writing` calls a file until it is whole; the number is its process's
+# The same within a path, and folders that are called NAME.part; the first group is the real name.
+PART_OF = re.compile(r"(?:^|(?<=/))(?:\.(?=[^/]+\.\d+\.part))?([^/]+?)(?:\.\d+)?\.part(?=/|$)")
 DIGEST = "digest"  # the key of sealed JSON
 
 
@@ -44,12 +46,15 @@ def new_folder(path: Path) -> Iterator[Path]:
         raise ValueError(f"{path} is there already; choose another folder or remove it")
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
     try:
+        part.mkdir(parents=True)
         yield part
         if path.is_dir():
             path.rmdir()
         os.replace(part, path)
+    except OSError as error:
+        name_the_real_file(error)
+        raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
@@ -60,10 +65,17 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        unnamed = error.filename is None or PART.fullmatch(os.path.basename(str(error.filename)))
-        if unnamed and error.errno is not None:  # one without a number is a sentence of its own
+        if error.filename is None and error.errno is not None:  # one without a number is a sentence of its own
             error.filename = str(path)
+        name_the_real_file(error)
         raise
+
+
+def name_the_real_file(error: OSError) -> None:
+    """Let an error name what is written, not what it is called until it is whole."""
+    if isinstance(error.filename, (str, Path)):
+        error.filename = PART_OF.sub(r"\1", str(error.filename))
+        del error.filename2  # where a finished part was to be moved
 
 
 def remove_stale_parts(folder: Path) -> None:

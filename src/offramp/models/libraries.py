@@ -19,7 +19,7 @@ from torch import nn
 from offramp.common.extras import explained
 from offramp.common.files import sha256
 from offramp.common.images import Interpolation, Preprocessing
-from offramp.common.names import unknown
+from offramp.common.names import nearest, unknown
 from offramp.common.pretrained import DEFAULT_BACKBONE
 from offramp.models.backbones import DEFAULT_EXITS, DEFAULT_HEAD, CutNet, Place, cut_network, places
 from offramp.models.weights import load_matching, read_params
@@ -94,6 +94,15 @@ def libraries_with(own: str) -> list[str]:
     for prefix, library in LIBRARIES.items():
         with suppress(ModuleNotFoundError):
             found += [f"{prefix}/{own}"] if own.partition(".")[0] in library.names() else []
+    return found
+
+
+def libraries_like(own: str) -> list[str]:
+    """The full names of networks whose names there are near to this one; one of each library that is installed."""
+    found = []
+    for prefix, library in LIBRARIES.items():
+        with suppress(ModuleNotFoundError):
+            found += [f"{prefix}/{name}" for name in nearest(own, library.names())]
     return found
 
 

@@ -17,12 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from offramp.common.files import check_digests, read_json
-from offramp.common.names import unknown
+from offramp.common.names import nearest, unknown
 from offramp.common.pretrained import CARD, MANIFEST, bundle_folder, pretrained_names
 from offramp.common.registry import Registry
 from offramp.models.backbones import CutNet
 from offramp.models.exits import CONFIG, WEIGHTS, ExitNet, ModelSpec
-from offramp.models.libraries import IMAGENET_CLASSES, build_library_model, is_library_name, libraries_with
+from offramp.models.libraries import (
+    IMAGENET_CLASSES,
+    build_library_model,
+    is_library_name,
+    libraries_like,
+    libraries_with,
+)
 from offramp.models.weights import load_matching, load_tensors, read_params, read_tensors
 from offramp.runs.manifest import refuse_damaged_network
 
@@ -73,9 +79,14 @@ def model_entry(name: str) -> ModelEntry:
             f"{name} comes trained; in Python: create_model({name!r}, pretrained=True); "
             "offramp models lists those that are built without weights"
         )
-    if name not in MODELS and (found := libraries_with(name)):
+    if name not in MODELS and (found := _elsewhere(name)):
         raise ValueError(f"model {name!r} is unknown; did you mean {' or '.join(map(repr, found))}?")
     return MODELS[name]
+
+
+def _elsewhere(name: str) -> list[str]:
+    """Networks of libraries that may have been meant by an unknown name."""
+    return libraries_with(name) or ([] if nearest(name, MODELS) else libraries_like(name))
 
 
 def create_model(

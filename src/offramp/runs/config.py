@@ -322,6 +322,8 @@ def with_settings(config: RunConfig, settings: Iterable[str]) -> RunConfig:
             if not isinstance(inner.get(parent), dict):
                 raise ValueError(unknown("setting", key, _paths(config.to_json())))
             inner = inner[parent]
+        if inner is table and last not in table:
+            raise ValueError(unknown("setting", key, _paths(config.to_json())))
         inner[last] = value
     return parse(RunConfig, table)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from offramp.common.console import progress
 from offramp.common.device import exact_float32, pick_device
-from offramp.common.files import write_json, writing
+from offramp.common.files import name_the_real_file, write_json, writing
 from offramp.common.images import Preprocessing
 from offramp.data import DATASETS, Batch, load_dataset, prepared_for, preprocessing_of
 from offramp.models.cost import ExitCost, exit_costs, lazy_costs
@@ -176,6 +176,9 @@ def _written(
         summary = _evaluated(name, model, costs, data, new, place, data.name if told else None)
         shutil.rmtree(run / EVAL, ignore_errors=True)
         new.rename(run / EVAL)
+    except OSError as error:
+        name_the_real_file(error)
+        raise
     finally:
         shutil.rmtree(new, ignore_errors=True)
     return summary
