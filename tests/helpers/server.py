@@ -22,7 +22,7 @@ from offramp.measuring.policy import Policies, Policy
 from offramp.running.bundle import Bundle, ModelCard
 from offramp.running.engines.protocol import EngineState
 from offramp.serve import ServeConfig, create_app
-from offramp.serve.run import listen, server_config
+from offramp.serve.server import listen, server_config
 
 COSTS = (1_000_000, 2_500_000, 5_000_000)
 CLASSES = tuple(f"class <{c}>" for c in range(10))

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -34,7 +33,7 @@ run_app(create_app(make_bundle(FakeEngine(float(sys.argv[1]))), ServeConfig()), 
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A server in a process of its own, with the stages' delay and the limit of open files; and its port."""
     delay, files = getattr(request, "param", ("0.01", "1024"))
-    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     words = ["bash", "-c", f"ulimit -n {files}; exec {sys.executable} -c '{SERVER}' {delay}"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=path) as process:
         assert process.stdout is not None

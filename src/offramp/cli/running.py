@@ -54,6 +54,13 @@ def serve_command(
     bundle: BundlePath,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes any that is free.")] = 8000,
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes that answer at this address. They share the cores, and each has its share of --queue and "
+            "of --client-mul-adds-per-s: a client with one connection gets no more than that."
+        ),
+    ] = 1,
     batch: Annotated[int, typer.Option(help="Images that a stage runs together at most.")] = 64,
     wait_ms: Annotated[float, typer.Option(help="How long an image may wait for a fuller batch.")] = 2.0,
     queue: Annotated[int, typer.Option(help="Images inside at most; more are answered 503.")] = 256,
@@ -86,7 +93,7 @@ def serve_command(
         deadline_ms=deadline_ms,
         trust_forwarded=trust_forwarded,
     )
-    serve(bundle, host, port, config, device)
+    serve(bundle, host, port, config, device, workers)
 
 
 @verbs.command("fit")
