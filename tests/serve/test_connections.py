@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from helpers.server import Start, labels, picture, until
+from helpers.server import Start, answer_of, labels, picture, request_bytes, until
 from offramp.serve import connections
 
 SERVER = """
@@ -41,22 +41,6 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[st
         assert found is not None
         yield process, int(found.group(1))
         process.kill()
-
-
-def request_bytes(image: bytes) -> bytes:
-    body = b'--b\r\nContent-Disposition: form-data; name="images"; filename="i"\r\n\r\n' + image + b"\r\n--b--\r\n"
-    head = "POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def answer_of(client: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    with client:
-        client.settimeout(20)
-        parts = []
-        while part := client.recv(65536):
-            parts.append(part)
-        return b"".join(parts)
 
 
 @pytest.mark.parametrize("served", [("0.01", "100")], indirect=True)

@@ -191,12 +191,12 @@ async def _server_images(server: _Connection) -> int:
     return int(float(found.group(1)))
 
 
-def bench_serve(path: str | Path, seconds: float = 30.0, clients: int = 64) -> LoadResult:
+def bench_serve(path: str | Path, seconds: float = 30.0, clients: int = 64, workers: int = 1) -> LoadResult:
     """Load a server with the bundle's golden images, whose labels are known."""
     bundle = load_bundle(path, device="cpu")
     images = _encoded(bundle.folder)
     expected = [bundle.classes[label] for label in bundle(images).labels]
-    with running(path, bundle) as url:
+    with running(path, bundle, "--workers", str(workers)) as url:
         return load_test(url, images, seconds, clients, expected)
 
 
