@@ -8,7 +8,19 @@ from typing import Annotated
 
 import typer
 
-from offramp.cli.options import AsJson, Budget, BundlePath, Device, Format, MaxPixels, Settings, command, pixels_allowed
+from offramp.cli.options import (
+    ON_RAY,
+    AsJson,
+    Budget,
+    BundlePath,
+    Device,
+    Format,
+    MaxPixels,
+    RayAddress,
+    Settings,
+    command,
+    pixels_allowed,
+)
 from offramp.common.console import print_table, say
 from offramp.common.formatting import parse_count
 
@@ -61,6 +73,16 @@ def serve_command(
             "of --client-mul-adds-per-s: a client with one connection gets no more than that."
         ),
     ] = 1,
+    ray: RayAddress = None,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            metavar="N | LEAST:MOST",
+            rich_help_panel=ON_RAY,
+            help="Replicas, of one core each; of a range, as many as those who wait need. Each has a --queue of its "
+            "own; --client-mul-adds-per-s is divided by MOST.",
+        ),
+    ] = "1",
     batch: Annotated[int, typer.Option(help="Images that a stage runs together at most.")] = 64,
     wait_ms: Annotated[float, typer.Option(help="How long an image may wait for a fuller batch.")] = 2.0,
     queue: Annotated[int, typer.Option(help="Images inside at most; more are answered 503.")] = 256,
@@ -93,7 +115,16 @@ def serve_command(
         deadline_ms=deadline_ms,
         trust_forwarded=trust_forwarded,
     )
-    serve(bundle, host, port, config, device, workers)
+    if ray is None:
+        if replicas != "1":
+            raise ValueError("--replicas needs --ray; on this machine alone use --workers")
+        serve(bundle, host, port, config, device, workers)
+        return
+    if workers != 1:
+        raise ValueError("--workers are processes without Ray; with --ray give --replicas")
+    from offramp.serve.ray_app import Replicas, serve_on_ray
+
+    serve_on_ray(bundle, ray, Replicas.parse(replicas), host, port, config, device)
 
 
 @verbs.command("fit")

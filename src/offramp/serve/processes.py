@@ -31,7 +31,7 @@ from offramp.common.console import console, log_to_console, say
 from offramp.common.extras import MissingExtra, explained
 from offramp.common.images import quiet_pillow
 from offramp.common.registry import load_plugin, loaded
-from offramp.serve.metrics import SLOTS, Row, forget_moment
+from offramp.serve.metrics import SLOTS, Row, Rows, forget_moment
 from offramp.serve.server import DRAIN_S, Server, address_of, listen, server_config, signals_stay_here
 
 LOOK_S = 0.1  # between two looks at the workers
@@ -49,6 +49,15 @@ class Job:
     factory: str
     words: dict[str, Any]
     plugins: list[str] = field(default_factory=lambda: list(loaded))
+
+    def app(self, rows: Rows) -> FastAPI:
+        """The application, in a process of its own."""
+        logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it would log every malformed form
+        for plugin in self.plugins:
+            load_plugin(plugin)
+        module, _, name = self.factory.partition(":")
+        made: FastAPI = getattr(import_module(module), name)(**self.words, rows=rows)
+        return made
 
 
 class SharedRows:
@@ -190,7 +199,7 @@ class _NotStarted(Exception):
 def run_processes(job: Job, count: int, host: str = "127.0.0.1", port: int = 8000) -> None:
     """Serve with so many workers until SIGTERM or SIGINT; then they take no more and finish what is inside."""
     with listen(host, port) as listening, _crew(Crew(job, count, listening)) as crew:
-        where = address_of(host, listening)
+        where = address_of(host, listening.getsockname()[1])
         try:
             crew.start_all()
             if not crew.stopping:
@@ -225,14 +234,10 @@ def work() -> None:
     told = json.loads(sys.argv[-1])
     log_to_console()
     quiet_pillow()
-    logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it would log every malformed form
     try:
         with explained():
-            for plugin in told["plugins"]:
-                load_plugin(plugin)
-            module, _, name = told["factory"].partition(":")
-            rows = SharedRows(told["rows"], told["at"], told["workers"])
-            app = getattr(import_module(module), name)(**told["words"], rows=rows)
+            job = Job(told["factory"], told["words"], told["plugins"])
+            app = job.app(SharedRows(told["rows"], told["at"], told["workers"]))
     except (ValueError, OSError, MissingExtra) as error:
         print(f"offramp: {error}", file=sys.stderr)
         sys.exit(2)

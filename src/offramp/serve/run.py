@@ -20,6 +20,8 @@ from offramp.serve.metrics import Rows
 from offramp.serve.processes import Job, run_processes
 from offramp.serve.server import Server, address_of, listen, server_config, signals_stay_here
 
+BUNDLE_APP = "offramp.serve.run:bundle_app"
+
 
 def serve(
     bundle_path: str | Path,
@@ -35,17 +37,21 @@ def serve(
     """
     config = (config or ServeConfig()).divided(workers)
     if workers == 1:
-        run_app(bundle_app(str(bundle_path), asdict(config), device), host, port)
+        run_app(bundle_app(**app_words(bundle_path, config, device, threads=None)), host, port)
     else:
-        words = {"bundle_path": str(bundle_path), "settings": asdict(config), "device": device, "sharing": workers}
-        run_processes(Job(f"{__name__}:{bundle_app.__name__}", words), workers, host, port)
+        words = app_words(bundle_path, config, device, threads=max(1, cores() // workers))
+        run_processes(Job(BUNDLE_APP, words), workers, host, port)
+
+
+def app_words(bundle_path: str | Path, config: ServeConfig, device: str, threads: int | None) -> dict[str, Any]:
+    """What another process makes the same application of, as JSON can hold it."""
+    return {"bundle_path": str(bundle_path), "settings": asdict(config), "device": device, "threads": threads}
 
 
 def bundle_app(
-    bundle_path: str, settings: dict[str, Any], device: str, sharing: int = 1, rows: Rows | None = None
+    bundle_path: str, settings: dict[str, Any], device: str, threads: int | None, rows: Rows | None = None
 ) -> FastAPI:
-    """The application around a bundle, in a process that runs nothing else, one of `sharing` on this machine."""
-    threads = None if sharing == 1 else max(1, cores() // sharing)
+    """The application around a bundle, in a process that runs nothing else; `threads` are all it may use."""
     bundle = load_bundle(bundle_path, device=device, threads=threads, own_process=True)
     config = ServeConfig(**settings)
     for size in (1, config.batch):  # the first requests shall not wait for this
@@ -56,7 +62,7 @@ def bundle_app(
 def run_app(app: FastAPI, host: str = "127.0.0.1", port: int = 8000) -> None:
     """Run an application of `create_app`; port 0 takes any that is free."""
     with listen(host, port) as listening:
-        where = address_of(host, listening)
+        where = address_of(host, listening.getsockname()[1])
         server = Server(server_config(app), lambda: say(f"serving on {where} (Ctrl-C stops)"))
         logging.getLogger("python_multipart").setLevel(logging.ERROR)  # it would log every malformed form
         with signals_stay_here(server):

@@ -107,10 +107,9 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
-def address_of(host: str, listening: socket.socket) -> str:
-    """Where a socket of `listen` is found."""
-    place = f"[{host}]" if ":" in host else host
-    return f"http://{place}:{listening.getsockname()[1]}"
+def address_of(host: str, port: int) -> str:
+    """The URL of a server."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def server_config(app: FastAPI) -> ServerConfig:
