@@ -151,8 +151,8 @@ def test_what_is_wrong_is_said_once(monkeypatch: pytest.MonkeyPatch, capfd: pyte
 def test_a_bundle_is_served_by_workers(onnx_bundle: Any) -> None:
     from offramp.bench.serve import bench_serve
 
-    found = bench_serve(onnx_bundle, seconds=1.0, clients=4, workers=2)
-    assert found.passed and found.accepted > 10
+    [found] = bench_serve(onnx_bundle, seconds=1.0, clients=[4], workers=[2])
+    assert found.load.passed and found.load.accepted > 10
 
 
 def test_limits_are_divided() -> None:
