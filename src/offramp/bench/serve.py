@@ -216,12 +216,12 @@ class ServeRow:
         return {**asdict(self), "load": self.load.to_json()}
 
 
-def ways_to_serve(workers: Sequence[int], ray: bool, replicas: int) -> dict[str, tuple[str, ...]]:
-    """What is compared, by name: the options of `offramp serve`."""
-    ways = {_many(n, "worker"): ("--workers", str(n)) for n in workers}
-    return ways | (
-        {f"Ray, {_many(replicas, 'replica')}": ("--ray", "local", "--replicas", str(replicas))} if ray else {}
-    )
+def ways_to_serve(workers: Sequence[int], replicas: int | None = None) -> dict[str, tuple[str, ...]]:
+    """What is compared, by name: the options of `offramp serve`; on Ray where `replicas` are asked for."""
+    ways: dict[str, tuple[str, ...]] = {_many(n, "worker"): ("--workers", str(n)) for n in workers}
+    if replicas is not None:
+        ways[f"Ray, {_many(replicas, 'replica')}"] = ("--ray", "local", "--replicas", str(replicas))
+    return ways
 
 
 def _many(number: int, what: str) -> str:

@@ -119,8 +119,9 @@ def bench_serve_command(
     clients: Annotated[str, typer.Option(help="Connections, each with one request at a time: 1,16,64.")] = "64",
     workers: Annotated[str, typer.Option(help="Workers of the servers that are compared: 1,2.")] = "1",
     ray: Annotated[
-        bool, typer.Option(help="Also Ray Serve on this machine, with the most workers as replicas.")
-    ] = False,
+        str | None,
+        typer.Option(metavar="[local]", help="Also Ray Serve on this machine, with as many replicas as most workers."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Load servers on loopback until they are saturated, and check that every answer comes once and is right."""
