@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import numpy as np
 import uvicorn
+from fastapi import FastAPI
 from PIL import Image
 
 from offramp.common.images import Preprocessing
@@ -22,7 +24,8 @@ from offramp.measuring.policy import Policies, Policy
 from offramp.running.bundle import Bundle, ModelCard
 from offramp.running.engines.protocol import EngineState
 from offramp.serve import ServeConfig, create_app
-from offramp.serve.run import listen, server_config
+from offramp.serve.metrics import Rows
+from offramp.serve.server import listen, server_config
 
 COSTS = (1_000_000, 2_500_000, 5_000_000)
 CLASSES = tuple(f"class <{c}>" for c in range(10))
@@ -152,3 +155,24 @@ def labels(response: httpx.Response) -> list[int]:
 
 def post(http: httpx.Client, body: bytes, kind: str, query: str = "") -> httpx.Response:
     return http.post(f"/predict{query}", content=body, headers={"content-type": kind} if kind else {})
+
+
+def request_bytes(image: bytes) -> bytes:
+    body = b'--b\r\nContent-Disposition: form-data; name="images"; filename="i"\r\n\r\n' + image + b"\r\n--b--\r\n"
+    head = "POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def answer_of(client: socket.socket) -> bytes:
+    """All that comes until the server closes."""
+    with client:
+        client.settimeout(20)
+        parts = []
+        while part := client.recv(65536):
+            parts.append(part)
+        return b"".join(parts)
+
+
+def fake_app(delay_s: float, rows: Rows | None = None, **settings: Any) -> FastAPI:
+    """An application around the network made by hand, as workers and replicas make theirs."""
+    return create_app(make_bundle(FakeEngine(delay_s)), ServeConfig(**settings), rows=rows)

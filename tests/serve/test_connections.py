@@ -11,12 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
 
-from helpers.server import Start, labels, picture, until
+from helpers.server import Start, answer_of, labels, picture, request_bytes, until
 from offramp.serve import connections
 
 SERVER = """
@@ -34,7 +33,7 @@ run_app(create_app(make_bundle(FakeEngine(float(sys.argv[1]))), ServeConfig()), 
 def served(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A server in a process of its own, with the stages' delay and the limit of open files; and its port."""
     delay, files = getattr(request, "param", ("0.01", "1024"))
-    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     words = ["bash", "-c", f"ulimit -n {files}; exec {sys.executable} -c '{SERVER}' {delay}"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=path) as process:
         assert process.stdout is not None
@@ -42,22 +41,6 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[subprocess.Popen[st
         assert found is not None
         yield process, int(found.group(1))
         process.kill()
-
-
-def request_bytes(image: bytes) -> bytes:
-    body = b'--b\r\nContent-Disposition: form-data; name="images"; filename="i"\r\n\r\n' + image + b"\r\n--b--\r\n"
-    head = "POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=b\r\n"
-    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
-
-
-def answer_of(client: socket.socket) -> bytes:
-    """All that comes until the server closes."""
-    with client:
-        client.settimeout(20)
-        parts = []
-        while part := client.recv(65536):
-            parts.append(part)
-        return b"".join(parts)
 
 
 @pytest.mark.parametrize("served", [("0.01", "100")], indirect=True)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +18,8 @@ import pytest
 from helpers.server import CLASSES, FakeEngine, Start, labels, make_bundle, picture, until
 from offramp.bench.serve import load_test
 from offramp.serve import ServeConfig, create_app
-from offramp.serve.run import Server, listen, run_app
+from offramp.serve.run import run_app
+from offramp.serve.server import Server, listen
 
 
 def test_a_port_that_is_taken_is_a_sentence() -> None:
@@ -67,7 +67,7 @@ run_app(create_app(make_bundle(FakeEngine(0.4)), ServeConfig()), port=0)
 
 @pytest.fixture
 def process() -> Iterator[subprocess.Popen[str]]:
-    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen([sys.executable, "-c", DRAINING], stdout=subprocess.PIPE, text=True, env=path) as process:
         yield process
         process.kill()

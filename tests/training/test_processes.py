@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from helpers.runs import SMALL_RUN
 from helpers.training import by, learned
+from offramp.data import ArrayDataset, Batch, Dataset, load_dataset
 from offramp.models.weights import read_tensors
 from offramp.runs.folder import read_metrics
 from offramp.training.objectives import Distillation, cross_entropy
@@ -59,8 +62,8 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(command: list[str], size: int) -> None:
-    """Run a command in several processes, as torchrun would, and wait for all of them."""
+def start(command: list[str], size: int, code: int = 0, **environment: str) -> None:
+    """Run a command in several processes, as torchrun would, and wait until all of them end with this exit code."""
     port = str(free_port())
     common = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     common |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -70,7 +73,7 @@ def start(command: list[str], size: int) -> None:
             env={
                 **os.environ,
                 **common,
-                "PYTHONPATH": os.pathsep.join(sys.path),
+                **environment,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
             },
@@ -81,7 +84,7 @@ def start(command: list[str], size: int) -> None:
         for rank in range(size)
     ]
     outputs = [p.communicate(timeout=240)[0] for p in processes]
-    assert [p.returncode for p in processes] == [0] * size, "\n".join(outputs)
+    assert [p.returncode for p in processes] == [code] * size, "\n".join(outputs)
 
 
 WAYS: dict[str, dict[str, str]] = {
@@ -145,6 +148,103 @@ def test_everything_at_once_trains_in_two_processes(tmp_path: Path) -> None:
     moved = {name for name in first if not torch.equal(first[name], both[name])}
     assert "heads.0.linear.weight" in moved and all(name.startswith("heads.0") for name in moved)
     assert len(read_metrics(run)) == 2 and "meta_loss" in read_metrics(run)[-1]
+
+
+PLAIN_NET = """
+import os, signal
+import torch
+from torch import nn
+import offramp
+
+STOP_AT = int(os.environ.get("STOP_AT", "0"))
+
+
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls = nn.Linear(3 * 32 * 32, 16), 0
+
+    def forward(self, images):
+        self.calls += self.training
+        if STOP_AT and self.calls == STOP_AT and os.environ.get("RANK") == "0":
+            os.kill(os.getpid(), signal.SIGTERM)
+        return self.linear(images.double().flatten(1)).tanh()
+
+
+@offramp.register_model("plain-double", num_classes=10, about="two layers in float64, without BatchNorm")
+def plain(num_classes):
+    torch.set_default_dtype(torch.float64)  # for the weight net too
+    stages = [First(), nn.Sequential(nn.Linear(16, 16), nn.Tanh())]
+    return offramp.ExitNet.from_parts(stages, [nn.Linear(16, num_classes) for _ in stages])
+"""
+
+
+def train_plain(folder: Path, sizes: Sequence[int], stops: Sequence[int]) -> Path:
+    """A run in float64 that goes on with other numbers of processes after each stop."""
+    (folder / "plain_double.py").write_text(PLAIN_NET)
+    settings = ["model.name=plain-double", "model.overrides={}", "data.train=240", "data.calibration=37", "data.test=8"]
+    settings += ["train.epochs=4", "train.batch=48", "train.save_seconds=3600", "train.ema=0.9"]
+    run = folder / "-".join(map(str, sizes))
+    words = [
+        "train",
+        "digits-learned",
+        "--out",
+        str(run),
+        "--device",
+        "cpu",
+        "--import",
+        str(folder / "plain_double.py"),
+    ]
+    command = [sys.executable, "-m", "offramp", *words, *(w for setting in settings for w in ("--set", setting))]
+    for at, size in enumerate(sizes):
+        last = at == len(sizes) - 1
+        stop = {} if last else {"STOP_AT": str(stops[at])}
+        start([*command, *(["--resume"] if at else [])], size, code=0 if last else 128 + signal.SIGTERM, **stop)
+        assert (run / "model.safetensors").is_file() == last
+    return run
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    left, right = (read_tensors(run / "model.safetensors") for run in (one, other))
+    for name, value in left.items():
+        assert value.dtype == torch.float64
+        torch.testing.assert_close(right[name], value, rtol=1e-10, atol=1e-12, msg=name)
+    for a, b in zip(read_metrics(one), read_metrics(other), strict=True):
+        for key in ("epoch", "step", "train_loss", "train_top1", "meta_loss", "calibration_top1"):
+            assert a[key] == pytest.approx(b[key], rel=1e-9), key
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
+    """Stopped in the midst of an epoch: it ends where one that did not stop ends."""
+    assert_same_run(train_plain(tmp_path, [1], []), train_plain(tmp_path, [2, 1], [14]))
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_more_processes_and_with_fewer(tmp_path: Path) -> None:
+    assert_same_run(train_plain(tmp_path, [1], []), train_plain(tmp_path, [1, 4, 3, 2], [6, 11, 8]))
+
+
+def test_each_process_evaluates_its_part() -> None:
+    """Parts are disjoint and exhaustive, also where a process has none; data that know no rows are cut."""
+
+    class Sweeping(ArrayDataset):
+        sweep_rows = Dataset.sweep_rows
+
+        def sweep(self, split: str, batch_size: int, device: torch.device) -> Iterator[Batch]:
+            return ArrayDataset.sweep_rows(self, split, range(self.size(split)), batch_size, device)
+
+    for size, total in ((1, 5), (2, 5), (3, 7), (4, 2)):
+        parts = [Processes(rank, size).own_part(total) for rank in range(size)]
+        assert [row for part in parts for row in part] == list(range(total))
+    data = load_dataset("digits", train=32, calibration=23, test=8)
+    assert isinstance(data, ArrayDataset)
+    cut = copy.copy(data)
+    cut.__class__ = Sweeping
+    for rows in (range(0, 11), range(11, 23), range(5, 5)):
+        for one in (data, cut):
+            found = list(one.sweep_rows("calibration", rows, 4, torch.device("cpu")))
+            index = [int(number) for batch in found for number in batch.index]
+            assert index == data.index("calibration")[rows.start : rows.stop].tolist()
 
 
 def test_a_batch_that_cannot_be_shared_is_refused() -> None:

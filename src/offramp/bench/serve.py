@@ -1,4 +1,5 @@
-"""`offramp bench serve`: a server on loopback, loaded until it has no time to spare, every answer checked.
+"""`offramp bench serve`: servers on loopback, loaded until they have no time to spare, every answer checked:
+one worker, several, and replicas on Ray.
 
 `load_test` does so to any running server: clients that send images as fast as it takes them. Each client has a
 connection and sends one request at a time. A refused request (503, 429) is counted and tried again a little later;
@@ -12,14 +13,16 @@ import asyncio
 import io
 import itertools
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,11 +30,16 @@ from urllib.parse import urlsplit
 import numpy as np
 from PIL import Image
 
+from offramp.common.extras import explained
+from offramp.common.formatting import Table
 from offramp.running.bundle import Bundle, load_bundle, read_golden
 
 REFUSALS = (429, 503)
 BACK_OFF_S = 0.1  # far below Retry-After: the server is to stay saturated
 TIMEOUT_S = 60.0
+LATE_S = 2.0  # for what other processes counted to be told
+WARM_S = 2.0  # of load before anything is measured
+SETTLE_S = 1.0  # between two load tests
 BOUNDARY = "offramp-load-test"
 Sample = tuple[bytes, str | None]  # a request, and the label it should get
 
@@ -154,6 +162,9 @@ async def _load(host: str, port: int, samples: list[Sample], seconds: float, cli
     await asyncio.gather(*(_client(_Connection(host, port), turn, began + seconds, tally) for turn in turns))
     took = time.perf_counter() - began
     counted = await _server_images(watcher) - before
+    while counted < len(tally.seconds) and time.perf_counter() - began - took < LATE_S:
+        await asyncio.sleep(0.2)  # replicas on Ray tell each other only now and then
+        counted = await _server_images(watcher) - before
     await watcher.close()
     return tally.result(took, clients, counted)
 
@@ -197,14 +208,104 @@ async def _server_images(server: _Connection) -> int:
     return int(float(found.group(1)))
 
 
-def bench_serve(path: str | Path, seconds: float = 30.0, clients: int = 64) -> LoadResult:
-    """Load a server with the bundle's golden images, whose labels are known."""
+@dataclass(frozen=True)
+class ServeRow:
+    """A way of serving under load from so many connections, and the processor time it took."""
+
+    way: str
+    load: LoadResult
+    server_cpu_ms: float | None  # per request, of all its processes; None where the system does not tell
+    client_cpu_ms: float  # per request, of the load test itself
+    cores_busy: float | None  # by both, on average
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "load": self.load.to_json()}
+
+
+def ways_to_serve(workers: Sequence[int], replicas: int | None = None) -> dict[str, tuple[str, ...]]:
+    """What is compared, by name: the options of `offramp serve`; on Ray where `replicas` are asked for."""
+    ways: dict[str, tuple[str, ...]] = {_many(n, "worker"): ("--workers", str(n)) for n in workers}
+    if replicas is not None:
+        ways[f"Ray, {_many(replicas, 'replica')}"] = ("--ray", "local", "--replicas", str(replicas))
+    return ways
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def bench_serve(
+    path: str | Path,
+    seconds: float = 30.0,
+    clients: Sequence[int] = (64,),
+    workers: Sequence[int] = (1,),
+    on_ray: bool = False,
+) -> list[ServeRow]:
+    """Load servers of several kinds, one after another, with the bundle's golden images, whose labels are known."""
     _refuse_no_time(seconds)  # before a server is started
+    if on_ray:
+        with explained():
+            import ray.serve  # noqa: F401
     bundle = load_bundle(path, device="cpu")
     images = _encoded(bundle.folder)
     expected = [bundle.classes[label] for label in bundle(images).labels]
-    with running(path, bundle) as url:
-        return load_test(url, images, seconds, clients, expected)
+    rows = []
+    for way, options in ways_to_serve(workers, max(workers) if on_ray else None).items():
+        with _started(path, bundle, *options) as (url, pid):
+            load_test(url, images, WARM_S, max(clients), expected)
+            for count in clients:
+                rows.append(_measured(way, pid, partial(load_test, url, images, seconds, count, expected)))
+    return rows
+
+
+def _measured(way: str, pid: int, load: Callable[[], LoadResult]) -> ServeRow:
+    """A load test, and what the server's processes and this one took for it."""
+    time.sleep(SETTLE_S)
+    before, own = cpu_seconds(pid), time.process_time()
+    found = load()
+    own, after = time.process_time() - own, cpu_seconds(pid)
+    server = None if before is None or after is None else after - before
+    each = 1e3 / max(found.accepted + found.refused, 1)
+    busy = None if server is None else (server + own) / found.seconds
+    return ServeRow(way, found, None if server is None else server * each, own * each, busy)
+
+
+def serve_table(name: str, rows: Sequence[ServeRow]) -> Table:
+    """The ways of serving beside each other; processor time also against that of the first at as many connections."""
+    first = {row.load.clients: row.server_cpu_ms for row in reversed(rows)}
+    columns = ["way", "connections", "requests", "images/s", "p50 ms", "p95 ms", "p99 ms", "refused", "wrong or failed"]
+    columns += ["server CPU ms", "times the first", "client CPU ms", "cores busy"]
+    return f"{name}: each way on {os.cpu_count()} cores with its clients", columns, [_cells(row, first) for row in rows]
+
+
+def _cells(row: ServeRow, first: dict[int, float | None]) -> list[str]:
+    load, base = row.load, first[row.load.clients]
+    counts = [row.way, str(load.clients), f"{load.accepted:,}", f"{load.images_per_s:,.0f}"]
+    times = [f"{ms:,.1f}" for ms in (load.p50_ms, load.p95_ms, load.p99_ms)]
+    faults = [f"{load.refused:,}", str(load.wrong + load.failed)]
+    if row.server_cpu_ms is None or row.cores_busy is None or not base:
+        return [*counts, *times, *faults, "?", "?", f"{row.client_cpu_ms:.2f}", "?"]
+    spent = [f"{row.server_cpu_ms:.2f}", f"{row.server_cpu_ms / base:.2f}", f"{row.client_cpu_ms:.2f}"]
+    return [*counts, *times, *faults, *spent, f"{row.cores_busy:.2f}"]
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """Processor time that a process and its living descendants have used; None where the system does not tell."""
+    parents: dict[int, int] = {}
+    used: dict[int, float] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, ValueError, IndexError):
+            words = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(words[1])
+            used[int(folder.name)] = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    if pid not in used:
+        return None
+    family, left = 0.0, [pid]
+    while left:
+        one = left.pop()
+        family += used[one]
+        left += [child for child, parent in parents.items() if parent == one]
+    return family
 
 
 def _encoded(folder: Path) -> list[bytes]:
@@ -219,7 +320,14 @@ def _encoded(folder: Path) -> list[bytes]:
 
 @contextmanager
 def running(path: str | Path, bundle: Bundle, *options: str) -> Iterator[str]:
-    """A server in a process of its own, at any free port; overload must not shorten answers that are checked."""
+    """A server in a process of its own, at any free port."""
+    with _started(path, bundle, *options) as (url, _):
+        yield url
+
+
+@contextmanager
+def _started(path: str | Path, bundle: Bundle, *options: str) -> Iterator[tuple[str, int]]:
+    """The address of a server and its process; overload must not shorten answers that are checked."""
     words = ["serve", str(path), "--port", "0", "--device", "cpu", "--overload-exit", str(len(bundle.costs)), *options]
     with subprocess.Popen([sys.executable, "-m", "offramp", *words], stdout=subprocess.PIPE, text=True) as server:
         try:
@@ -227,7 +335,7 @@ def running(path: str | Path, bundle: Bundle, *options: str) -> Iterator[str]:
             found = re.search(r"http://\S+", server.stdout.readline())
             if found is None:
                 raise ValueError("the server did not start")
-            yield found[0]
+            yield found[0], server.pid
         finally:
             server.send_signal(signal.SIGTERM)
             server.communicate(timeout=60)

@@ -115,21 +115,25 @@ def bench_infer_command(
 @verbs.command("serve")
 def bench_serve_command(
     bundle: BundlePath,
-    seconds: Annotated[float, typer.Option(help="How long to load the server.")] = 30.0,
-    clients: Annotated[int, typer.Option(help="Connections, each with one request at a time.")] = 64,
+    seconds: Annotated[float, typer.Option(help="How long to load each server.")] = 30.0,
+    clients: Annotated[str, typer.Option(help="Connections, each with one request at a time: 1,16,64.")] = "64",
+    workers: Annotated[str, typer.Option(help="Workers of the servers that are compared: 1,2.")] = "1",
+    ray: Annotated[
+        str | None,
+        typer.Option(metavar="[local]", help="Also Ray Serve on this machine, with as many replicas as most workers."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Load a server on loopback until it is saturated, and check that every answer comes once and is right."""
-    from offramp.bench.serve import bench_serve
+    """Load servers on loopback until they are saturated, and check that every answer comes once and is right."""
+    from offramp.bench.serve import bench_serve, serve_table
 
-    found = bench_serve(bundle, seconds, clients)
+    if ray not in (None, "local"):
+        raise ValueError(f"bench serve starts a Ray of its own; give --ray without an address, not {ray}")
+    rows = bench_serve(bundle, seconds, numbers(clients, int), numbers(workers, int), on_ray=ray is not None)
+    passed = all(row.load.passed for row in rows)
     if as_json:
-        print(json.dumps(found.to_json()))
+        print(json.dumps({"bundle": str(bundle), "rows": [row.to_json() for row in rows], "passed": passed}))
     else:
-        say(
-            f"{found.accepted:,} requests answered in {found.seconds:.0f} s by {clients} clients, "
-            f"{found.images_per_s:,.0f} images/s; p50 {found.p50_ms:.0f} ms, p95 {found.p95_ms:.0f} ms, "
-            f"p99 {found.p99_ms:.0f} ms; {found.refused:,} refused, {found.wrong} wrong, {found.failed} failed"
-        )
-    if not found.passed:
+        print_table(*serve_table(str(bundle), rows), whole=True)
+    if not passed:
         raise typer.Exit(1)

@@ -44,6 +44,17 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting (docs/training.md has all); may be repeated."),
 ]
 
+ON_RAY = "With --ray"  # the panel of the help that these options stand in
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="[ADDRESS]",
+        help="Run on Ray: on one that is started here, or on the cluster at HOST:PORT, ray://HOST:PORT or auto. "
+        "docs/scaling.md.",
+    ),
+]
+
 
 def command(*words: object) -> str:
     """A command that can be copied as it is: with everything that was imported for this one."""

@@ -9,12 +9,14 @@ from typing import Annotated
 import typer
 
 from offramp.cli.options import (
+    ON_RAY,
     AsJson,
     Budget,
     BundlePath,
     Device,
     Format,
     MaxPixels,
+    RayAddress,
     Settings,
     command,
     pixels_allowed,
@@ -74,6 +76,23 @@ def serve_command(
     bundle: BundlePath,
     host: Annotated[str, typer.Option(help="Address to listen on; loopback unless told otherwise.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port; 0 takes any that is free.")] = 8000,
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes that answer at this address. They share the cores, and each has its share of --queue and "
+            "of --client-mul-adds-per-s: a client with one connection gets no more than that."
+        ),
+    ] = 1,
+    ray: RayAddress = None,
+    replicas: Annotated[
+        str,
+        typer.Option(
+            metavar="N | LEAST:MOST",
+            rich_help_panel=ON_RAY,
+            help="Replicas, of one core each; of a range, as many as those who wait need. Each has a --queue of its "
+            "own; --client-mul-adds-per-s is divided by MOST.",
+        ),
+    ] = "1",
     batch: Annotated[int, typer.Option(help="Images that a stage runs together at most.")] = 64,
     wait_ms: Annotated[float, typer.Option(help="How long an image may wait for a fuller batch.")] = 2.0,
     queue: Annotated[int, typer.Option(help="Images inside at most; more are answered 503.")] = 256,
@@ -106,7 +125,16 @@ def serve_command(
         deadline_ms=deadline_ms,
         trust_forwarded=trust_forwarded,
     )
-    serve(bundle, host, port, config, device)
+    if ray is None:
+        if replicas != "1":
+            raise ValueError("--replicas needs --ray; on this machine alone use --workers")
+        serve(bundle, host, port, config, device, workers)
+        return
+    if workers != 1:
+        raise ValueError("--workers are processes without Ray; with --ray give --replicas")
+    from offramp.serve.ray_app import Replicas, serve_on_ray
+
+    serve_on_ray(bundle, ray, Replicas.parse(replicas), host, port, config, device)
 
 
 @verbs.command("fit")

@@ -85,6 +85,18 @@ class Dataset(ABC):
     def sweep(self, split: str, batch_size: int, device: torch.device) -> Iterator[Batch]:
         """The samples of a split, in order, without augmentation; the last batch may be smaller."""
 
+    def sweep_rows(self, split: str, rows: range, batch_size: int, device: torch.device) -> Iterator[Batch]:
+        """Some rows of a split, one after another, for one of several processes.
+
+        Here the whole split is gone over; a data set that can read some rows alone does so.
+        """
+        at = 0
+        for batch in self.sweep(split, batch_size, device):
+            here = slice(max(rows.start - at, 0), max(rows.stop - at, 0))
+            if len(batch.labels[here]):
+                yield Batch(batch.images[here], batch.labels[here], batch.index[here])
+            at += len(batch.labels)
+
     def difficulty(self, split: str) -> np.ndarray | None:
         """How hard each sample of a split was made to be, where that is known."""
         return None
@@ -232,10 +244,13 @@ class ArrayDataset(Dataset):
             yield normalise(batch, self.mean, self.std), labels[rows][mine]
 
     def sweep(self, split: str, batch_size: int, device: torch.device) -> Iterator[Batch]:
+        return self.sweep_rows(split, range(self.size(split)), batch_size, device)
+
+    def sweep_rows(self, split: str, rows: range, batch_size: int, device: torch.device) -> Iterator[Batch]:
         images, labels = self._on(device, split)
         index = torch.from_numpy(self.splits[split].index)
-        for at in range(0, len(labels), batch_size):
-            here = slice(at, at + batch_size)
+        for at in range(rows.start, rows.stop, batch_size):
+            here = slice(at, min(at + batch_size, rows.stop))
             yield Batch(normalise(images[here], self.mean, self.std), labels[here], index[here])
 
     def difficulty(self, split: str) -> np.ndarray | None:

@@ -187,16 +187,16 @@ class ImageFolderDataset(Dataset):
             yield normalise(images, self.mean, self.std), labels
 
     def sweep(self, split: str, batch_size: int, device: torch.device) -> Iterator[Batch]:
-        everything = range(self.size(split))
-        requests = [
-            [Request(row) for row in everything[at : at + batch_size]] for at in range(0, len(everything), batch_size)
-        ]
+        return self.sweep_rows(split, range(self.size(split)), batch_size, device)
+
+    def sweep_rows(self, split: str, rows: range, batch_size: int, device: torch.device) -> Iterator[Batch]:
+        requests = [[Request(row) for row in rows[at : at + batch_size]] for at in range(0, len(rows), batch_size)]
         index = torch.from_numpy(self.splits[split].index)
         loaded = self._load(split, requests, device)
         if self.device_crop is not None and split == "calibration":  # seen again after every epoch
-            loaded = iter(self._keep((split, batch_size, device), loaded))
-        for images, labels, rows, _ in loaded:
-            yield Batch(normalise(images, self.mean, self.std), labels, index[rows])
+            loaded = iter(self._keep((split, rows, batch_size, device), loaded))
+        for images, labels, here, _ in loaded:
+            yield Batch(normalise(images, self.mean, self.std), labels, index[here])
 
     def index(self, split: str) -> np.ndarray:
         return self.splits[split].index

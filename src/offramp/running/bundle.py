@@ -215,7 +215,7 @@ def load_bundle(
     """Check a bundle's manifest and load it; torch is needed only for torch bundles.
 
     `path` may be the name of a network that comes trained. `own_process` says that this process runs no other ONNX
-    models, so that all stages may share one set of threads.
+    models, so that all stages may share one set of threads. `threads` are as many as a stage may use; by default all.
     """
     check_device_name(device)
     folder = bundle_folder(path)
@@ -223,7 +223,7 @@ def load_bundle(
     if manifest["format"] == "onnx":
         engine = _onnx_engine(folder, card, policies, device, threads, own_process)
     else:
-        engine = _torch_engine(folder, card, policies, device)
+        engine = _torch_engine(folder, card, policies, device, threads)
     if engine.num_exits != len(card.costs):
         raise ValueError(f"{folder} is damaged: the network has {engine.num_exits} exits, its costs {len(card.costs)}")
     bundle = Bundle(folder, manifest["format"], card, policies, engine, manifest_digest(manifest))
@@ -314,7 +314,7 @@ def _onnx_engine(
     from offramp.running.engines.onnx_engine import NoSuchDevice, OnnxEngine, share_threads
 
     if own_process:
-        share_threads()
+        share_threads(threads)
     stages = [folder / stage_file(k) for k in range(1, len(card.costs) + 1)]
     try:
         return OnnxEngine(stages, policies.measure, policies.temperatures, threads, device)
@@ -324,11 +324,15 @@ def _onnx_engine(
         raise ValueError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
-def _torch_engine(folder: Path, card: ModelCard, policies: Policies, device: str) -> Engine:
+def _torch_engine(folder: Path, card: ModelCard, policies: Policies, device: str, threads: int | None = None) -> Engine:
+    import torch
+
     from offramp.common.device import pick_device
     from offramp.models.fold import folded
     from offramp.running.engines.torch_engine import TorchEngine
 
+    if threads is not None:
+        torch.set_num_threads(threads)
     place, model = pick_device(device), bundled_model(folder, card)
     graphs = place.type == "cuda"
     return TorchEngine(folded(model), policies.measure, policies.temperatures, place, graphs=graphs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from offramp import __version__
 from offramp.measuring.policy import Policy
 from offramp.running.bundle import Bundle
 from offramp.serve.config import ServeConfig
-from offramp.serve.metrics import ENOUGH, Metrics
+from offramp.serve.metrics import ENOUGH, Rows, shares_of
 from offramp.serve.page import Page, build_page
 from offramp.serve.requests import FULL, RETRY, Limits, first_sentence
 from offramp.serve.responses import REQUEST_BODY, Answer, response
@@ -27,10 +27,15 @@ from offramp.serve.service import ClientGone, Service, StageFailed
 GONE = 499  # for the metrics only: nobody is there to read it
 
 
-def create_app(bundle: Bundle, config: ServeConfig | None = None, policy: Policy | None = None) -> FastAPI:
-    """An application that answers with `bundle`, under its chosen policy unless another is given."""
+def create_app(
+    bundle: Bundle, config: ServeConfig | None = None, policy: Policy | None = None, rows: Rows | None = None
+) -> FastAPI:
+    """An application that answers with `bundle`, under its chosen policy unless another is given.
+
+    `rows` hold the counts of all processes that serve together; without, this one serves alone.
+    """
     config = config or ServeConfig()
-    service = Service(bundle, config, policy)
+    service = Service(bundle, config, policy, rows)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -79,21 +84,22 @@ def _add_views(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         """Counters for Prometheus."""
-        return Response(service.metrics.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(service.metrics.text(await service.rows.all()), media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/shares")
     async def shares() -> dict[str, Any]:
         """The share of the last images that left at each exit, beside the policy's on calibration."""
-        return live_shares(service.metrics, service.config.reveal_exit)
+        counts = service.metrics.recent_counts(await service.rows.all())
+        return live_shares(counts, service.metrics.expected, service.config.reveal_exit)
 
 
-def live_shares(metrics: Metrics, reveal: bool) -> dict[str, Any]:
+def live_shares(counts: Sequence[int], expected: Sequence[float], reveal: bool) -> dict[str, Any]:
     """Exact if exits are revealed; else whole percents of enough images, so that no single one shows."""
-    images = len(metrics.recent)
-    shown: list[float] | None = metrics.recent.shares()
+    images = sum(counts)
+    shown: list[float] | None = shares_of(counts)
     if not reveal:
         shown = [round(share, 2) for share in shown or []] if images >= ENOUGH else None
-    return {"images": images, "shares": shown, "calibration": metrics.expected}
+    return {"images": images, "shares": shown, "calibration": expected}
 
 
 def _add_page(app: FastAPI, page: Page) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from offramp.common.images import MAX_PIXELS
 
@@ -35,6 +35,17 @@ class ServeConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} must be a number above 0, got {value}")
+
+    def divided(self, workers: int) -> ServeConfig:
+        """The share that each of several processes has of what is a whole server's: the queue, and a client's ceiling.
+
+        A request of `max_images` fits into each, however many they are.
+        """
+        if workers < 1:
+            raise ValueError(f"workers must be 1 or more, got {workers}")
+        queue = self.queue if workers == 1 else max(-(-self.queue // workers), self.most_images)
+        ceiling = self.client_mul_adds_per_s
+        return replace(self, queue=queue, client_mul_adds_per_s=None if ceiling is None else ceiling / workers)
 
     @property
     def most_images(self) -> int:

@@ -25,7 +25,7 @@ from offramp.running.bundle import Bundle
 from offramp.running.pool import Left, Pool, Ticket
 from offramp.serve.clients import Bucket, Clients, client_name
 from offramp.serve.config import ServeConfig
-from offramp.serve.metrics import Metrics
+from offramp.serve.metrics import Metrics, OwnRow, Rows
 from offramp.serve.requests import RETRY, Buffer, Form, Limits, body_of, full, outcome_of, parse_body, sizes_of
 from offramp.serve.worker import Over, Worker
 
@@ -77,13 +77,15 @@ class RequestResult:
 class Service:
     """One bundle, its worker, and all that requests share."""
 
-    def __init__(self, bundle: Bundle, config: ServeConfig, policy: Policy | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, config: ServeConfig, policy: Policy | None = None, rows: Rows | None = None
+    ) -> None:
         policy = policy or bundle.policy()
         self.bundle, self.config, self.costs = bundle, config, bundle.costs
         self.overload_exit = config.overload_ceiling(self.costs, policy.mul_adds)
-        self.taken = 0  # places in the queue
+        self.rows = rows or OwnRow()
+        self.metrics = Metrics(policy.shares, self.rows.own)
         self.clients = Clients(config.client_mul_adds_per_s)
-        self.metrics = Metrics(policy.shares, lambda: self.taken)
         pool = Pool(bundle.engine, policy, config.batch, config.wait_ms / 1e3, PATIENCE_S, guesses=True)
         self.worker = Worker(pool, self._tell)
         self._buffer = Buffer(BODIES * config.max_bytes)
@@ -102,6 +104,15 @@ class Service:
             await asyncio.to_thread(self.worker.stop)
             self._decoders.shutdown()
             self._large.shutdown()
+
+    @property
+    def taken(self) -> int:
+        """Places in the queue."""
+        return self.metrics.queue
+
+    @taken.setter
+    def taken(self, places: int) -> None:
+        self.metrics.queue = places
 
     @property
     def full(self) -> bool:
@@ -192,7 +203,7 @@ class Service:
         last = limits.max_exit or len(self.costs)
         if self.overloaded:
             last = min(last, self.overload_exit)
-            self.metrics.overload.inc(count)
+            self.metrics.count("overload_images", count)
         within_ms = limits.deadline_ms or self.config.deadline_ms
         deadline = None if within_ms is None else arrived + within_ms / 1e3
         limited = last < len(self.costs) or deadline is not None
@@ -212,7 +223,7 @@ class Service:
             passed = len(one.ticket.guesses) if one.left is None else one.left.exit
             used = self.costs[passed - 1] if passed else 0
             self.taken -= 1
-            self.metrics.mul_adds.inc(used)
+            self.metrics.count("mul_adds", used)
             if entry.bucket is not None:
                 entry.bucket.charge(entry.held, used)
             self._answer(one, entry)
@@ -223,9 +234,9 @@ class Service:
             if not entry.answer.done():
                 entry.answer.set_result(one.left)
         elif one.ticket.cancelled:
-            self.metrics.dropped.inc()
+            self.metrics.count("dropped_images")
         else:
-            self.metrics.failed.inc()
+            self.metrics.count("failed_images")
             if not entry.answer.done():
                 entry.answer.set_exception(StageFailed())
 

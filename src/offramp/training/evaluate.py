@@ -8,7 +8,7 @@ in float32 without TF32; every later question is asked of the saved arrays.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Protocol
@@ -21,7 +21,7 @@ from offramp.common.console import progress
 from offramp.common.device import exact_float32, pick_device
 from offramp.common.files import name_the_real_file, write_json, writing
 from offramp.common.images import Preprocessing
-from offramp.data import DATASETS, Batch, load_dataset, prepared_for, preprocessing_of
+from offramp.data import DATASETS, Batch, Dataset, load_dataset, prepared_for, preprocessing_of
 from offramp.models.cost import ExitCost, exit_costs, lazy_costs
 from offramp.models.exits import ExitNet
 from offramp.models.registry import load_model
@@ -30,6 +30,7 @@ from offramp.runs.folder import CONFIG, PHASE1, POLICY, holds_run, read_config, 
 from offramp.runs.manifest import name_damage
 from offramp.runs.outputs import EVAL, SUMMARY, EvalSummary, ExitScore
 from offramp.training.loaders import Loader, LoaderData
+from offramp.training.processes import Processes
 
 THUMBS_PER_EXIT = 64
 BATCH_PIXELS = 1 << 20  # images of 32x32 go 1024 at a time, larger ones fewer
@@ -212,13 +213,17 @@ def _score(cost: ExitCost, hits: np.ndarray, samples: int) -> ExitScore:
     return ExitScore(cost.exit, cost.params, cost.mul_adds, cost.macs, top1, top5)
 
 
-def logits_of(model: nn.Module, data: EvalData, split: str, device: torch.device) -> Iterator[tuple[Batch, Tensor]]:
-    """The logits [K, B, C] of each batch of a split, in evaluation mode; the model's mode is put back."""
-    batch = max(1, BATCH_PIXELS // getattr(data, "image_size", 32) ** 2)
+def eval_batch(data: EvalData) -> int:
+    """How many images are evaluated together."""
+    return max(1, BATCH_PIXELS // getattr(data, "image_size", 32) ** 2)
+
+
+def logits_of(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
+    """The logits [K, B, C] of each batch, in evaluation mode; the model's mode is put back."""
     training = model.training
     model.eval()
     try:
-        for part in data.sweep(split, batch, device):
+        for part in batches:
             with torch.inference_mode(), exact_float32():
                 logits = torch.stack(model(part.images))
             yield part, logits
@@ -226,15 +231,19 @@ def logits_of(model: nn.Module, data: EvalData, split: str, device: torch.device
         model.train(training)
 
 
-def accuracy(model: nn.Module, data: EvalData, split: str, device: torch.device) -> list[float]:
-    """Top-1 of every exit on a split."""
-    hits: Tensor | int = 0
-    seen = 0
-    for part, logits in logits_of(model, data, split, device):
-        hits = hits + count_hits(logits, part.labels)[0]
+def accuracy(
+    model: ExitNet, data: Dataset, split: str, device: torch.device, processes: Processes | None = None
+) -> list[float]:
+    """Top-1 of every exit on a split, of which each of several processes looks at its part."""
+    processes = processes or Processes()
+    hits = torch.zeros(model.num_exits, dtype=torch.int64, device=device)
+    seen = torch.zeros((), dtype=torch.int64, device=device)
+    own = data.sweep_rows(split, processes.own_part(data.size(split)), eval_batch(data), device)
+    for part, logits in logits_of(model, own):
+        hits += count_hits(logits, part.labels)[0]
         seen += len(part.labels)
-    assert isinstance(hits, Tensor)
-    return [count / seen for count in hits.tolist()]
+    hits, seen = processes.sum_all([hits, seen])
+    return [count / int(seen) for count in hits.tolist()]
 
 
 def count_hits(logits_KBC: Tensor, labels: Tensor) -> Tensor:
@@ -261,7 +270,7 @@ def save_logits(
         for part in parts:
             stack.callback(part.unlink, missing_ok=True)
         files = [stack.enter_context(part.open("wb")) for part in parts]
-        for batch, logits in logits_of(model, data, split, device):
+        for batch, logits in logits_of(model, data.sweep(split, eval_batch(data), device)):
             if len(logits) != num_exits:
                 raise ValueError(f"the network gives the logits of {len(logits)} exits, its costs are {num_exits}")
             hits += count_hits(logits, batch.labels).cpu().numpy()

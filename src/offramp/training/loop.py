@@ -202,9 +202,7 @@ class Loop:
         if self.setup.writes and heads:
             probe_heads(self.model, heads, self.data, self.config.seed, self.setup.device)
         for k in heads:
-            for tensor in self.model.heads[k - 1].state_dict().values():
-                own = tensor if self.setup.writes else torch.zeros_like(tensor)
-                tensor.copy_(self.setup.processes.sum(own))
+            self.setup.processes.take_from_first(self.model.heads[k - 1].state_dict().values())
 
     def metrics_log(self) -> Any:
         """The log that the first process writes; None in the others."""
@@ -242,17 +240,17 @@ class Loop:
         self.step += 1
 
     def end_epoch(self, half: HalfResult, metrics: MetricsLog | None) -> str | None:
-        """Log the epoch; in the first process, evaluate and give a line for people."""
+        """Evaluate, each process its part of the calibration split; the first logs and gives a line for people."""
         self.tally.refuse_non_finite(self.out)
         config, epoch = self.config, self.step // self.steps_per_epoch
         row = {"epoch": epoch, "step": self.step, "learning_rate": self.rate, **self.tally.means(self.setup.processes)}
         self.tally.reset()
-        if metrics is None:
-            return None
         if epoch % config.train.eval_every == 0 or self.step == self.total:
             with self.averaged():
-                row |= calibration_accuracy(self.model, self.data, self.setup.device)
+                row |= calibration_accuracy(self.model, self.data, self.setup)
             self.module.train()  # the network's own mode knows nothing of frozen parts
+        if metrics is None:
+            return None
         images_done = (self.step - self.began_step) * config.train.batch
         spent = time.monotonic() - self.began
         row["images_per_s"] = round(images_done / spent, 1)
@@ -370,11 +368,12 @@ def refuse_bad_params(model: ExitNet, step: int, run: Path) -> None:
         raise ValueError(f"the params are not finite after step {step}; {kept_in(run)}")
 
 
-def calibration_accuracy(model: ExitNet, data: Dataset, device: torch.device) -> dict[str, Any]:
-    """Accuracy on the calibration split, never on test data."""
+def calibration_accuracy(model: ExitNet, data: Dataset, setup: Setup) -> dict[str, Any]:
+    """Accuracy on the calibration split, never on test data, of the network that the first process will save."""
     if data.size("calibration") == 0:
         return {}
-    return {"calibration_top1": accuracy(model, data, "calibration", device)}
+    setup.processes.take_from_first(model.buffers())  # running statistics are each process's own
+    return {"calibration_top1": accuracy(model, data, "calibration", setup.device, setup.processes)}
 
 
 def epoch_line(row: dict[str, Any], epochs: int) -> str:

@@ -38,6 +38,10 @@ class Processes:
             raise ValueError(f"a batch of {batch} cannot be shared evenly by {self.size} processes in two halves")
         return torch.arange(batch).view(2, self.size, -1)[:, self.rank].reshape(-1)
 
+    def own_part(self, total: int) -> range:
+        """Which of `total` rows are this process's, where the parts need not be of one size."""
+        return range(self.rank * total // self.size, (self.rank + 1) * total // self.size)
+
     def own_rows(self, rows: Tensor) -> Tensor:
         """This process's part of what `gather` gave."""
         return rows if self.size == 1 else rows[self.own_slice(len(rows))]
@@ -64,6 +68,11 @@ class Processes:
         flat = self.sum(torch.cat([v.reshape(-1) for v in values]))
         parts = flat.split([v.numel() for v in values])
         return [part.view(v.shape) for part, v in zip(parts, values, strict=True)]
+
+    def take_from_first(self, tensors: Iterable[Tensor]) -> None:
+        """Fill tensors with what the first process has in them."""
+        for tensor in tensors if self.size > 1 else ():
+            tensor.copy_(self.sum(tensor if self.rank == 0 else torch.zeros_like(tensor)))
 
     def sum_gradients(self, params: Iterable[nn.Parameter]) -> None:
         """Add up the processes' gradients; their losses are shares of one mean already."""

@@ -28,7 +28,7 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def share_threads() -> None:
+def share_threads(threads: int | None = None) -> None:
     """Give all ONNX sessions of this process one set of threads: faster, as each would bring its own otherwise.
 
     For programs that do nothing else with ONNX Runtime: from then on it refuses sessions with threads of their own.
@@ -38,7 +38,7 @@ def share_threads() -> None:
 
     if not _shared:
         try:
-            ort.set_global_thread_pool_sizes(cores(), 1)
+            ort.set_global_thread_pool_sizes(threads or cores(), 1)
             _shared = True
         except Exception:  # an older version, or sessions were made already: slower, but it works
             return

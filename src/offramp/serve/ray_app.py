@@ -1,0 +1,286 @@
+"""A bundle on Ray Serve: the same application in every replica, behind Ray's proxy, at one address.
+
+Each replica holds the whole bundle and batches by stage, as a worker does; Ray starts more of them while requests wait.
+What replicas count is brought together by a small actor, so `/metrics` and `/shares` tell everybody's from any of them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fastapi import FastAPI
+
+from offramp.common.console import console, say
+from offramp.common.pretrained import bundle_folder
+from offramp.running.bundle import checked
+from offramp.serve.config import ServeConfig
+from offramp.serve.metrics import QUEUE, SLOTS, Row, new_row
+from offramp.serve.processes import Job
+from offramp.serve.run import BUNDLE_APP, app_words
+from offramp.serve.server import DRAIN_S, address_of, listen
+
+LOCAL = "local"
+NAME = "offramp"  # of the application: what is deployed under it again replaces what is there
+TELL_S = 0.5  # between two reports of a replica
+SILENT_S = 10.0  # after which what a replica had inside is gone with it
+FORGET_S = 3600.0  # after which its counts are kept only in the sum
+COUNTS_S = 5.0  # for the counts of others to come
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How many replicas there are at least and at most."""
+
+    least: int = 1
+    most: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Replicas:
+        """`2`, or `1:8` for as many as those who wait need."""
+        least, _, most = text.partition(":")
+        try:
+            found = cls(int(least), int(most or least))
+        except ValueError:
+            raise ValueError(f"--replicas is a number, or a range such as 1:8, got {text!r}") from None
+        if not 1 <= found.least <= found.most:
+            raise ValueError(f"--replicas needs 1 or more, the least first, got {text!r}")
+        return found
+
+
+def serve_on_ray(
+    bundle_path: str | Path,
+    address: str = LOCAL,
+    replicas: Replicas | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    config: ServeConfig | None = None,
+    device: str = "auto",
+) -> None:
+    """Serve a bundle by replicas on Ray.
+
+    Without an address Ray is started here and ends with this process, at SIGTERM or SIGINT. On a cluster the
+    application stays when this returns; calling it again, with another bundle perhaps, replaces it without losing a
+    request.
+    """
+    replicas, config = replicas or Replicas(), config or ServeConfig()
+    folder = bundle_folder(bundle_path)
+    checked(folder)  # what is wrong with it is said here, not by replicas
+    own = replace(config.divided(replicas.most), queue=config.queue)
+    job = Job(BUNDLE_APP, app_words(folder.resolve(), own, device, threads=1))
+    with ray_here(address):
+        where = deploy(job, replicas, own, host, port)
+        many = f"{replicas.least} to {replicas.most}" if replicas.least < replicas.most else str(replicas.most)
+        if address != LOCAL:
+            say(f"serving on {where} with {many} replicas; they stay, until the same command replaces them")
+            return
+        say(f"serving on {where} with {many} replicas (Ctrl-C stops)")
+        _until_signalled()
+        remove()
+    console.print("stopped")
+
+
+@contextmanager
+def ray_here(address: str = LOCAL) -> Iterator[None]:
+    """A Ray of one's own on this machine, which ends with this; or the cluster at an address."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    import ray.serve
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
+    if address == LOCAL:
+        quiet |= {"include_dashboard": False}
+    try:
+        ray.init(address, **quiet)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ValueError(f"Ray at {address} cannot be used: {str(error).strip().splitlines()[-1]}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def deploy(
+    job: Job, replicas: Replicas, config: ServeConfig, host: str = "127.0.0.1", port: int = 8000, name: str = NAME
+) -> str:
+    """Put the application on the cluster that this process has joined, or replace the one of this name; its address."""
+    from ray import serve
+
+    where = _start_proxy(host, port)
+    _counts_actor(name)
+    scaling: dict[str, Any] = {"num_replicas": replicas.most}
+    if replicas.least < replicas.most:
+        scaling = {"autoscaling_config": autoscaling(replicas, config)}
+    options: dict[str, Any] = dict(
+        name="bundle",
+        max_ongoing_requests=config.queue + 16,  # a replica that is full says so itself
+        max_queued_requests=config.queue,
+        graceful_shutdown_timeout_s=DRAIN_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=5,
+        ray_actor_options={"num_cpus": 1},
+    )
+    made: Any = serve.deployment(serve.ingress()(Replica))
+    try:
+        serve.run(made.options(**options, **scaling).bind(asdict(job), name), name=name, route_prefix="/")
+    except RuntimeError as error:
+        raise ValueError(f"the bundle cannot be served on Ray: {_reason(name) or error}") from error
+    return where
+
+
+def _reason(name: str) -> str:
+    """The last line of what a replica that does not start had to say."""
+    from ray import serve
+
+    known = serve.status().applications.get(name)
+    said = [one.message for one in known.deployments.values()] if known else []
+    lines = [line for text in said for line in text.strip().splitlines()]
+    return lines[-1].strip() if lines else ""
+
+
+def autoscaling(replicas: Replicas, config: ServeConfig) -> dict[str, Any]:
+    """Another replica while more than an eighth of the queue is taken: well before any is overloaded."""
+    return {
+        "min_replicas": replicas.least,
+        "max_replicas": replicas.most,
+        "target_ongoing_requests": max(1, config.queue // 8),
+        "upscale_delay_s": 5,
+        "downscale_delay_s": 120,
+        "look_back_period_s": 5,
+    }
+
+
+def remove(name: str = NAME) -> None:
+    """Take the application off the cluster; what its replicas have inside is answered first."""
+    from ray import serve
+
+    serve.delete(name)
+
+
+def _start_proxy(host: str, port: int) -> str:
+    """Start Ray's proxy on the first node, unless one runs; the address at which it answers."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    if _get_global_client(raise_if_no_controller_running=False) is None:
+        with listen(host, port) as probe:  # a port that is taken is a sentence, and 0 is one that is free
+            port = probe.getsockname()[1]
+        serve.start(
+            http_options={"host": host, "port": port},
+            proxy_location="HeadOnly",
+            logging_config={"enable_access_log": False},
+        )
+    known: Any = _get_global_client()
+    return address_of(known.http_config.host, known.http_config.port)
+
+
+def _until_signalled() -> None:
+    caught = threading.Event()
+    before = {s: signal.signal(s, lambda *_: caught.set()) for s in (signal.SIGINT, signal.SIGTERM)}
+    while not caught.wait(0.5):
+        pass
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+class Replica:
+    """What a replica of the deployment is: the application, and whether its stages still run."""
+
+    def __init__(self, job: dict[str, Any], name: str) -> None:
+        self.job, self.name = Job(**job), name
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        made = self.job.app(RayRows(self.name))
+        self.stages = made.state.service.worker
+        return made
+
+    def check_health(self) -> None:
+        if not self.stages.alive:
+            raise RuntimeError("the stages of this replica no longer run")
+
+
+class RayRows:
+    """This replica's row, and those of the others as they last told the actor."""
+
+    def __init__(self, name: str) -> None:
+        import ray
+
+        self.own: Row = new_row(SLOTS)
+        self.name, self.replica = name, ray.get_runtime_context().get_actor_id()
+        self._others: list[np.ndarray] = []
+        threading.Thread(target=self._tell, name="offramp-counts", daemon=True).start()
+
+    def _tell(self) -> None:
+        """Report now and then, where something has changed or others may think this replica gone."""
+        said, at = b"", 0.0
+        while True:
+            time.sleep(TELL_S)
+            row, now = self.own.tobytes(), time.monotonic()
+            if row == said and now - at < SILENT_S / 2:
+                continue
+            with _tolerated():
+                _counts_actor(self.name).tell.remote(self.replica, row)
+                said, at = row, now
+
+    async def all(self) -> Sequence[Row | np.ndarray]:
+        """Everybody's; if the actor does not answer, the others' as they were when it last did."""
+        with _tolerated():
+            told = _counts_actor(self.name).others.remote(self.replica)
+            self._others = [np.frombuffer(row) for row in await asyncio.wait_for(told, COUNTS_S)]
+        return [self.own, *self._others]
+
+
+@contextmanager
+def _tolerated() -> Iterator[None]:
+    """Counting goes on without the actor: it is started again by Ray, or when it is next needed."""
+    from ray.exceptions import RayError
+
+    try:
+        yield
+    except (RayError, TimeoutError, ValueError) as error:
+        logging.getLogger("offramp").info("counts of other replicas are late: %s", error)
+
+
+class Counts:
+    """The actor: the last row of each replica. Those that are gone are counted on, with nothing inside."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, tuple[np.ndarray, float]] = {}
+        self.gone = np.zeros(SLOTS)
+
+    def tell(self, replica: str, row: bytes) -> None:
+        self.rows[replica] = np.frombuffer(row).copy(), time.monotonic()
+
+    def others(self, replica: str) -> list[bytes]:
+        now = time.monotonic()
+        for name, (row, at) in list(self.rows.items()):
+            if now - at > SILENT_S:
+                row[QUEUE:] = 0.0
+            if now - at > FORGET_S:
+                self.gone += row
+                del self.rows[name]
+        return [self.gone.tobytes(), *(row.tobytes() for name, (row, _) in self.rows.items() if name != replica)]
+
+
+def _counts_actor(name: str) -> Any:
+    """The actor of an application; the first who needs it starts it, on its own node."""
+    import ray
+
+    made = ray.remote(num_cpus=0, max_restarts=-1)(Counts)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return made.options(
+            name=f"{name}-counts", namespace="offramp", lifetime="detached", get_if_exists=True
+        ).remote()

@@ -1,0 +1,258 @@
+"""Ray Serve: the same application in replicas, under load while a new one is rolled out, a replica and a node die."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from helpers.runs import call
+from helpers.server import labels, picture, until
+from offramp.serve import ServeConfig
+from offramp.serve.processes import Job
+from offramp.serve.ray_app import Counts, Replicas
+
+ray = pytest.importorskip("ray", reason="Ray is not installed (offramp[ray])")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
+DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
+
+
+def test_replicas_are_a_number_or_a_range(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert Replicas.parse("3") == Replicas(3, 3) and Replicas.parse("1:8") == Replicas(1, 8)
+    for bad in ("", "0", "x", "4:2", "0:3", "1:2:3"):
+        with pytest.raises(ValueError, match="--replicas"):
+            Replicas.parse(bad)
+    assert call(monkeypatch, "serve", "bundle", "--replicas", "2") == 2
+    assert "--replicas needs --ray" in capsys.readouterr().err
+    assert call(monkeypatch, "serve", "bundle", "--ray", "--workers", "2") == 2
+    assert "with --ray give --replicas" in capsys.readouterr().err
+    assert call(monkeypatch, "serve", "no-such-bundle", "--ray", "--replicas", "2") == 2
+    assert "no-such-bundle" in capsys.readouterr().err
+
+
+def test_counts_of_replicas_that_are_gone_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    from offramp.serve import ray_app
+    from offramp.serve.metrics import QUEUE, SLOTS
+
+    now = [0.0]
+    monkeypatch.setattr(ray_app.time, "monotonic", lambda: now[0])
+    counts, row = Counts(), np.zeros(SLOTS)
+    row[0], row[QUEUE] = 5, 3
+    for name in "ab":
+        counts.tell(name, row.tobytes())
+
+    def summed(who: str) -> np.ndarray:
+        return np.sum([np.frombuffer(one) for one in counts.others(who)], axis=0)
+
+    assert (summed("a")[0], summed("a")[QUEUE], summed("c")[0]) == (5, 3, 10)
+    now[0] = 20.0
+    counts.tell("a", row.tobytes())
+    assert (summed("c")[0], summed("c")[QUEUE]) == (10, 3)  # b was silent: what it had inside is gone
+    now[0] = 1e6
+    assert (summed("c")[0], len(counts.rows)) == (10, 0)
+
+
+@dataclass
+class Attempt:
+    """One request of the documented client."""
+
+    began: float
+    ended: float
+    status: int  # 0: no connection, or one that broke off
+
+
+@dataclass
+class Load:
+    """Clients of the documentation, each with one image after another, and all they saw."""
+
+    url: str
+    clients: int = 6
+    attempts: list[Attempt] = field(default_factory=list)
+    asked: int = 0
+    wrong: list[Any] = field(default_factory=list)
+    missing: list[BaseException] = field(default_factory=list)
+    answers: list[dict[str, Any]] = field(default_factory=list)
+
+    def __enter__(self) -> Load:
+        [code] = re.findall(r"```python\n(import base64.*?)```", DOCS.read_text(), re.DOTALL)
+        self._code: dict[str, Any] = {}
+        exec(compile(code, str(DOCS), "exec"), self._code)
+        self._open = urllib.request.urlopen
+        urllib.request.urlopen = self._watched
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._client, args=(n,)) for n in range(self.clients)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(200)
+        urllib.request.urlopen = self._open
+
+    def _watched(self, *given: Any, **more: Any) -> Any:
+        began, status = time.monotonic(), 0
+        try:
+            found = self._open(*given, **more)
+            status = found.status
+            return found
+        except urllib.error.HTTPError as error:
+            status = error.code
+            raise
+        finally:
+            self.attempts.append(Attempt(began, time.monotonic(), status))
+
+    def _client(self, number: int) -> None:
+        while not self._stop.is_set():
+            number += 1
+            label = number % 10
+            self.asked += 1
+            try:
+                answer = self._code["classify"](self.url, picture(label, 1 + number % 3))
+            except Exception as error:
+                self.missing.append(error)
+                continue
+            self.answers.append(answer)
+            if [found["class"] for found in answer["predictions"]] != [label]:
+                self.wrong.append((label, answer))
+
+    def failed(self, since: int = 0) -> list[Attempt]:
+        return [attempt for attempt in self.attempts[since:] if attempt.status not in (200, 429, 503)]
+
+    def report(self, what: str, done: float, since: int) -> str:
+        bad = self.failed(since)
+        refused = sum(attempt.status in (429, 503) for attempt in self.attempts[since:])
+        late = sum(attempt.began > done for attempt in bad)
+        return (
+            f"{what}: {len(self.attempts) - since} requests, {len(bad)} failed "
+            f"({sorted({attempt.status for attempt in bad})}, {late} of them sent later), {refused} refused, "
+            f"{len(self.wrong)} wrong, {len(self.missing)} missing"
+        )
+
+
+def replica_pids() -> list[int]:
+    """The processes of replicas, which Ray names so."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            words = Path(f"/proc/{pid}/cmdline").read_text()
+        except OSError:
+            continue
+        if words.startswith("ray::ServeReplica:offramp-test:"):
+            found.append(int(pid))
+    return found
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Three nodes on this machine: the first has the proxy, the others the replicas."""
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1")
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    try:
+        yield made
+    finally:
+        ray.shutdown()
+        made.shutdown()
+
+
+def under_load(cluster: Any, seconds: float, rounds: int) -> list[str]:
+    """Roll out, kill a replica, kill a node, so many times, with clients at work; what was seen."""
+    from offramp.serve.ray_app import deploy, ray_here
+
+    said = []
+    nodes = [cluster.add_node(num_cpus=3) for _ in range(2)]
+    cluster.wait_for_nodes()
+    with ray_here(cluster.address):
+        config = ServeConfig()
+
+        def put(reveal: bool) -> str:
+            words = {"delay_s": 0.005, "reveal_exit": reveal}
+            return deploy(Job("helpers.server:fake_app", words), Replicas(3, 3), config, port=0, name="offramp-test")
+
+        url = put(reveal=False)
+        with Load(url) as load:
+
+            def phase(what: str, act: Callable[[], object]) -> list[Attempt]:
+                time.sleep(seconds)
+                since = len(load.attempts)
+                act()
+                done = time.monotonic()
+                time.sleep(seconds)
+                said.append(load.report(what, done, since))
+                print(said[-1])
+                assert not load.wrong and not load.missing and len(load.attempts) > since + 10, said
+                return load.failed(since)
+
+            for reveal in [True, False, True, False, True][:rounds]:
+                assert not phase("new bundle", partial(put, reveal))
+                assert ("exit" in load.answers[-1]["predictions"][0]) == reveal
+                until(lambda: len(replica_pids()) == 3, 60)
+                bad = phase("replica killed", lambda: os.kill(replica_pids()[0], signal.SIGKILL))
+                assert len(bad) <= load.clients
+                until(lambda: len(replica_pids()) == 3, 60)
+                bad = phase("node killed", partial(cluster.remove_node, nodes.pop(0), allow_graceful=False))
+                assert len(bad) <= load.clients
+                nodes.append(cluster.add_node(num_cpus=3))
+                until(lambda: len(replica_pids()) == 3, 120)
+        time.sleep(1.5)
+        counted = re.search(r"^offramp_images_total (\S+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+        assert counted is not None and float(counted.group(1)) > 0
+        said.append(f"{load.asked} asked, {len(load.answers)} answered, {len(load.wrong)} wrong")
+        assert load.asked == len(load.answers)
+    print("\n".join(said))
+    return said
+
+
+@pytest.mark.slow
+def test_no_answer_is_wrong_or_missing_while_things_die(cluster: Any) -> None:
+    under_load(cluster, seconds=6.0, rounds=1)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(3600)
+def test_no_answer_is_wrong_or_missing_while_things_die_again_and_again(cluster: Any) -> None:
+    under_load(cluster, seconds=15.0, rounds=5)
+
+
+@pytest.mark.slow
+def test_a_ray_of_its_own_serves_and_ends_well(onnx_bundle: Path) -> None:
+    words = ["serve", str(onnx_bundle), "--ray", "--replicas", "1:2", "--port", "0", "--reveal-exit"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-m", "offramp", *words]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://\S+", line)
+        assert found is not None and "with 1 to 2 replicas (Ctrl-C stops)" in line, process.communicate()
+        with httpx.Client(base_url=found.group(), trust_env=False, timeout=30) as http:
+            answer = http.post("/predict", files={"images": picture(4, 1, side=32)})
+            assert len(labels(answer)) == 1 and answer.json()["predictions"][0]["exit"] >= 1
+            assert http.post("/predict", files={"images": b"no image"}).status_code == 415
+            assert http.get("/healthz").json() == {"status": "ok"}
+            until(lambda: "offramp_images_total 1.0" in http.get("/metrics").text)
+            assert http.get("/shares").json()["images"] == 1
+        process.send_signal(signal.SIGTERM)
+        said, errors = process.communicate(timeout=60)
+    assert process.returncode == 0 and said == "stopped\n", (said, errors)
