@@ -5,6 +5,7 @@ A user's mistake is one plain sentence on standard error and exit code 2.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -22,6 +23,8 @@ from offramp.common.extras import MissingExtra, explained
 from offramp.common.images import quiet_pillow
 from offramp.common.registry import load_plugin
 from offramp.common.signals import Stopped
+
+RAY_ADDRESS = re.compile(r"local|auto|ray://.+|[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -77,12 +80,24 @@ def take_imports(words: Sequence[str]) -> tuple[list[str], list[str]]:
     return plugins, rest
 
 
+def with_ray_address(words: Sequence[str]) -> list[str]:
+    """`--ray` may stand alone: where no address follows it, it is given the one of a Ray that is started here."""
+    given = list(words)
+    for at, word in enumerate(words):
+        if word == "--":
+            break
+        following = words[at + 1] if at + 1 < len(words) else ""
+        if word == "--ray" and not RAY_ADDRESS.fullmatch(following):
+            given[at] = "--ray=local"
+    return given
+
+
 def run(words: Sequence[str]) -> None:
     """Import what the user brings, then do what the verb says."""
     plugins, rest = take_imports(words)
     for plugin in plugins:
         load_plugin(plugin)
-    app(args=rest)
+    app(args=with_ray_address(rest))
 
 
 def main() -> None:

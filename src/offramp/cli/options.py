@@ -44,6 +44,22 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Change a setting (docs/training.md has all); may be repeated."),
 ]
 
+ON_RAY = "With --ray"  # the panel of the help that these options stand in
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="[ADDRESS]",
+        help="Run on Ray: on one that is started here, or on the cluster at HOST:PORT, ray://HOST:PORT or auto. "
+        "docs/scaling.md.",
+    ),
+]
+Workers = Annotated[int | None, typer.Option(help="How many workers; default: as many as fit.", rich_help_panel=ON_RAY)]
+WorkerCpus = Annotated[float, typer.Option(help="Cores of a worker.", rich_help_panel=ON_RAY)]
+WorkerGpus = Annotated[
+    float, typer.Option(help="GPUs of a worker: 1, or a share such as 0.25.", rich_help_panel=ON_RAY)
+]
+
 
 def command(*words: object) -> str:
     """A command that can be copied as it is: with everything that was imported for this one."""

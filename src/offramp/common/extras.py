@@ -22,6 +22,10 @@ _EXTRA_OF = {
     "prometheus_client": "serve",
     "python_multipart": "serve",
     "pydantic": "serve",
+    "ray": "ray",
+    "pyarrow": "ray",
+    "fsspec": "ray",
+    "pandas": "ray",
 }
 
 
