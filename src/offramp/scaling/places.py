@@ -55,9 +55,11 @@ def located(place: str) -> tuple[fs.FileSystem, str]:
 @lru_cache
 def _s3(bucket: str) -> fs.FileSystem:
     address = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-    if address:
-        return fs.S3FileSystem(endpoint_override=address)
-    return fs.FileSystem.from_uri(f"s3://{bucket}")[0]  # which asks for the bucket's region
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    if region is None and not address:
+        region = fs.resolve_s3_region(bucket)
+    # delayed: what is small enough, as parts are, is one put instead of an upload in several steps
+    return fs.S3FileSystem(region=region, endpoint_override=address, allow_delayed_open=True)
 
 
 @lru_cache
