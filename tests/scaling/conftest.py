@@ -13,25 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from offramp import load_dataset
+from helpers.digit_files import write_digits
 from offramp.scaling import evaluation, offline
 from offramp.scaling.cluster import Found, Task
 
 ROOT = Path(__file__).parents[2]
-
-
-def write_digits(root: Path, count: int) -> Path:
-    """PNG files of digits in folders of a hundred; from 400 on they are repeated."""
-    thumbs = load_dataset("digits", train=512, calibration=200, test=400).thumbnails("test", np.arange(400))
-    for at in range(count):
-        path = root / f"{at // 100:03d}" / f"{at:05d}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(thumbs[at % 400]).save(path)
-    return root
 
 
 @pytest.fixture(scope="session")

@@ -71,7 +71,7 @@ def ray_cluster(address: str = LOCAL, shape: WorkerShape | None = None) -> Itera
 
     shape = shape or WorkerShape()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with only_ours(), _raised_signals():
+    with only_ours():
         options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
         if address == LOCAL:
             cores = max(len(os.sched_getaffinity(0)), round((shape.workers or 0) * shape.cpus))
@@ -81,7 +81,8 @@ def ray_cluster(address: str = LOCAL, shape: WorkerShape | None = None) -> Itera
         except (ConnectionError, RuntimeError, ValueError) as error:
             raise WorkersFailed(f"Ray at {address} cannot be used: {_last_line(error)}") from error
         try:
-            yield shape.workers or _room(ray.cluster_resources(), shape)
+            with _raised_signals():  # Ray has set handlers of its own by now
+                yield shape.workers or _room(ray.cluster_resources(), shape)
         finally:
             ray.shutdown()
 
