@@ -50,8 +50,8 @@ RayAddress = Annotated[
     typer.Option(
         "--ray",
         metavar="[ADDRESS]",
-        help="Run on Ray: on one that is started here, or on the cluster at HOST:PORT, ray://HOST:PORT or auto. "
-        "docs/scaling.md.",
+        help="Run on Ray: on one that is started here, or on the cluster at HOST:PORT, or auto, that this machine is "
+        "part of (docs/scaling.md).",
     ),
 ]
 Workers = Annotated[int | None, typer.Option(help="How many workers; default: as many as fit.", rich_help_panel=ON_RAY)]

@@ -69,6 +69,10 @@ def ray_cluster(address: str = LOCAL, shape: WorkerShape | None = None) -> Itera
     """Join the cluster at `address`, or start Ray here and end it afterwards; how many workers there can be."""
     import ray
 
+    if "://" in address:
+        raise ValueError(
+            f"--ray {address}: Ray's client is not used; start this on a machine of the cluster, --ray auto"
+        )
     shape = shape or WorkerShape()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with only_ours():

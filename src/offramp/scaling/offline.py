@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offramp import __version__
@@ -106,7 +106,7 @@ class PartWriter:
     def __call__(self, part: int, task: bytes) -> bytes:
         job, began = self.job, time.perf_counter()
         if kind_of(joined(job.out, part_name(part))) == "file":  # written by a worker that died before it could say so
-            return json.dumps(asdict(read_count(job.out, part, job.plan))).encode()
+            return read_count(job.out, part, job.plan).to_json()
         keys, images = job.reader.read(task)
         found = predict(
             self.bundle,
@@ -123,7 +123,7 @@ class PartWriter:
         count = PartCount(part, exits, found.unreadable, 0.0, self.name, now())
         count = replace(count, seconds=time.perf_counter() - began)
         write_whole(joined(job.out, part_name(part)), to_parquet(found.rows, count, job.plan))
-        return json.dumps(asdict(replace(count, seconds=time.perf_counter() - began, ended=now()))).encode()
+        return replace(count, seconds=time.perf_counter() - began, ended=now()).to_json()
 
 
 def worker_name() -> str:
@@ -238,7 +238,7 @@ def _run(
             say(f"Ray {where}: {min(workers, len(tasks)):,} workers, {now() - began:.1f} s to start or join")
         with progress("predicting", totals.size, done=totals.images, silent=silent) as bar:
             for found in spread(PartWriter, (job,), tasks, workers, shape):
-                count = PartCount(**json.loads(found.data))
+                count = PartCount.from_json(found.data)
                 _note(totals, count, began, bar)
                 _check_unreadable(totals, asked)
         totals.wall_s = now() - began

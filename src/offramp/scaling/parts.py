@@ -26,7 +26,7 @@ from offramp.scaling.places import is_local, joined, names_below, opened, read_a
 
 MANIFEST = "predict.json"
 NAME = re.compile(r"part-(\d{6})\.parquet")
-FOOTER = b"offramp"
+FOOTER, PLAN = b"offramp", b"offramp.plan"
 READERS = 16  # threads that read footers
 SCHEMA = pa.schema(
     {
@@ -75,6 +75,14 @@ class PartCount:
     @property
     def images(self) -> int:
         return sum(self.exits) + self.unreadable
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @staticmethod
+    def from_json(data: bytes) -> PartCount:
+        value = json.loads(data)
+        return PartCount(**{**value, "exits": tuple(value["exits"])})
 
 
 @dataclass
@@ -162,8 +170,8 @@ def to_parquet(rows: Sequence[Row], count: PartCount, plan: Plan) -> bytes:
         columns["key"].append(as_text(row.path))
         for name in SCHEMA.names[1:]:
             columns[name].append(getattr(row, name))
-    about = json.dumps({"plan": plan_digest(plan), **asdict(count)}).encode()
-    table = pa.table(columns, SCHEMA).replace_schema_metadata({FOOTER: about})
+    about = {PLAN: plan_digest(plan).encode(), FOOTER: count.to_json()}
+    table = pa.table(columns, SCHEMA).replace_schema_metadata(about)
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd")
     return sink.getvalue().to_pybytes()
@@ -185,9 +193,7 @@ def read_count(out: str, part: int, plan: Plan) -> PartCount:
     try:
         with opened(place) as handle:
             metadata = pq.ParquetFile(handle).metadata
-        about = json.loads(metadata.metadata[FOOTER])
-        own = about.pop("plan")
-        count = PartCount(**{**about, "exits": tuple(about["exits"])})
+        own, count = metadata.metadata[PLAN].decode(), PartCount.from_json(metadata.metadata[FOOTER])
     except (pa.ArrowInvalid, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{place} is damaged; remove it and start again: the rest is kept") from error
     first, last = plan.bounds(part)
