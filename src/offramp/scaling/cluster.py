@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
@@ -23,6 +24,7 @@ from offramp.common.registry import load_plugin, loaded
 from offramp.common.signals import SIGNALS, Stopped
 
 LOCAL = "local"
+REACHED_S = 5.0  # how long the address of a cluster may take to answer
 TRIES = 5  # of a task whose worker dies
 STORE_BYTES = 512 * 1024**2  # of the object store of a Ray that is started here: keys and the bundle, never images
 
@@ -73,6 +75,8 @@ def ray_cluster(address: str = LOCAL, shape: WorkerShape | None = None) -> Itera
         raise ValueError(
             f"--ray {address}: Ray's client is not used; start this on a machine of the cluster, --ray auto"
         )
+    if ":" in address:
+        _check_listens(address)
     shape = shape or WorkerShape()
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     with only_ours():
@@ -89,6 +93,15 @@ def ray_cluster(address: str = LOCAL, shape: WorkerShape | None = None) -> Itera
                 yield shape.workers or _room(ray.cluster_resources(), shape)
         finally:
             ray.shutdown()
+
+
+def _check_listens(address: str) -> None:
+    """Ray would try for minutes, in silence, to reach an address where nobody listens."""
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REACHED_S).close()
+    except OSError as error:
+        raise WorkersFailed(f"no Ray listens at {address}: {error.strerror or error}") from error
 
 
 def _room(resources: dict[str, float], shape: WorkerShape) -> int:
