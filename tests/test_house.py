@@ -22,6 +22,7 @@ SEES = {  # what each room may import, beside itself
     "training": {"common", "runs", "data", "models", "measuring"},
     "running": {"common", "runs", "data", "models", "measuring"},
     "serve": {"common", "runs", "data", "models", "measuring", "running"},
+    "scaling": {"common", "runs", "data", "models", "measuring", "running"},
     "reporting": {"common", "runs", "measuring"},
 }
 ON_TOP = {"bench", "fitting", "cli"}

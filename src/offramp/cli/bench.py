@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from offramp.cli.options import AsJson, BundlePath, Device, numbers
+from offramp.cli.options import AsJson, BundlePath, Device, RayAddress, numbers
 from offramp.common.console import print_table, say
 from offramp.common.pretrained import DEFAULT_BACKBONE
 
@@ -110,6 +112,31 @@ def bench_infer_command(
     print_table(*bench_table(found), whole=True)
     for line in found["packing"]:
         say(line)
+
+
+@verbs.command("predict")
+def bench_predict_command(
+    bundle: Annotated[Path, typer.Argument(help="A bundle.", metavar="BUNDLE")] = Path("msdnet5-cifar100"),
+    ray: RayAddress = None,
+    workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "1,2",
+    images: Annotated[
+        str | None, typer.Option(help="A folder or a list of images; default: the bundle's golden ones as files.")
+    ] = None,
+    parts: Annotated[int, typer.Option(help="Parts of 1,024 images for each worker in the steady state.")] = 4,
+    nodes: Annotated[int, typer.Option(help="Nodes of a cluster on this machine.")] = 1,
+    as_json: AsJson = False,
+) -> None:
+    """Time workers of `offramp predict --ray` against plain processes on the same cores."""
+    from offramp.bench.predict import bench_predict, cost_line, predict_table
+
+    if ray != "local":
+        raise ValueError("bench predict compares with plain processes of this machine: give --ray without an address")
+    rows, cost = bench_predict(bundle, numbers(workers, int), images, parts, nodes, silent=as_json)
+    if as_json:
+        print(json.dumps({"bundle": str(bundle), "rows": [row.to_json() for row in rows], "image": asdict(cost)}))
+        return
+    print_table(*predict_table(bundle, rows))
+    say(cost_line(cost))
 
 
 @verbs.command("serve")

@@ -50,9 +50,14 @@ RayAddress = Annotated[
     typer.Option(
         "--ray",
         metavar="[ADDRESS]",
-        help="Run on Ray: on one that is started here, or on the cluster at HOST:PORT, ray://HOST:PORT or auto. "
-        "docs/scaling.md.",
+        help="Run on Ray: on one that is started here, or on the cluster at HOST:PORT, or auto, that this machine is "
+        "part of (docs/scaling.md).",
     ),
+]
+Workers = Annotated[int | None, typer.Option(help="How many workers; default: as many as fit.", rich_help_panel=ON_RAY)]
+WorkerCpus = Annotated[float, typer.Option(help="Cores of a worker.", rich_help_panel=ON_RAY)]
+WorkerGpus = Annotated[
+    float, typer.Option(help="GPUs of a worker: 1, or a share such as 0.25.", rich_help_panel=ON_RAY)
 ]
 
 

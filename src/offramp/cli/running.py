@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from offramp.cli.options import (
     MaxPixels,
     RayAddress,
     Settings,
+    WorkerCpus,
+    WorkerGpus,
+    Workers,
     command,
     pixels_allowed,
     trying,
@@ -168,28 +171,85 @@ def fit_command(
 @verbs.command("predict")
 def predict_command(
     bundle: BundlePath,
-    images: Annotated[list[str], typer.Argument(help="Files, folders, globs, or - for a list on standard input.")],
+    images: Annotated[
+        list[str],
+        typer.Argument(
+            help="Files, folders, globs, or - for a list on standard input. With --ray one source: a folder, a file "
+            "with a path or URI per line, or Parquet; local or s3://."
+        ),
+    ],
     budget: Budget = None,
     q: Annotated[float | None, typer.Option(help="The bundle's policy nearest to this q.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Write results to a .csv or .jsonl file.")] = None,
+    out: Annotated[
+        str | None,
+        typer.Option(help="Write results to a .csv or .jsonl file; with --ray the folder, or s3://, for Parquet."),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Images that run together.")] = 64,
     max_exit: Annotated[int | None, typer.Option(help="No image goes beyond this exit.")] = None,
     max_mul_adds: Annotated[str | None, typer.Option(help="No image costs more than this.", metavar="COUNT")] = None,
     max_pixels: MaxPixels = None,
     device: Device = "auto",
     as_json: AsJson = False,
+    ray: RayAddress = None,
+    workers: Workers = None,
+    worker_cpus: WorkerCpus = 1.0,
+    worker_gpus: WorkerGpus = 0.0,
+    part_images: Annotated[
+        int | None, typer.Option(help="Images of a part and of a call; 1024 or more.", rich_help_panel=ON_RAY)
+    ] = None,
+    image_column: Annotated[
+        str | None, typer.Option(help="Of Parquet: the column of encoded images.", rich_help_panel=ON_RAY)
+    ] = None,
+    key_column: Annotated[
+        str | None, typer.Option(help="Of Parquet: the column of keys; default: FILE#ROW.", rich_help_panel=ON_RAY)
+    ] = None,
+    max_unreadable: Annotated[
+        float, typer.Option(help="Share of images that may be unreadable; more stop it.", rich_help_panel=ON_RAY)
+    ] = 0.01,
+    retry_unreadable: Annotated[
+        bool, typer.Option("--retry-unreadable", help="Do parts with unreadable images again.", rich_help_panel=ON_RAY)
+    ] = False,
 ) -> None:
     """Classify images with a bundle; each pays for what it uses.
 
     An image that cannot be read is named in the results, and the exit code is 1 at the end.
+
+    Millions of images, on many machines, into Parquet; started again, it goes on where it was:
+    offramp predict bundle s3://photos/2026 --ray --out answers
     """
+    wanted = None if budget is None else parse_count(budget, "--budget")
+    limit = None if max_mul_adds is None else parse_count(max_mul_adds, "--max-mul-adds")
+    if ray is not None:
+        _predict_on_ray(
+            bundle,
+            images,
+            out,
+            {
+                "budget_mul_adds": wanted,
+                "q": q,
+                "max_exit": max_exit,
+                "max_mul_adds": limit,
+                "max_pixels": pixels_allowed(max_pixels),
+                "part_images": part_images,
+                "batch": batch,
+                "device": device,
+                "max_unreadable": max_unreadable,
+                "retry_unreadable": retry_unreadable,
+            },
+            (image_column, key_column),
+            ray,
+            (workers, worker_cpus, worker_gpus),
+            as_json,
+        )
+        return
+    if any(option is not None for option in (workers, part_images, image_column, key_column)) or retry_unreadable:
+        raise ValueError("--workers, --part-images, --image-column, --key-column and --retry-unreadable need --ray")
     from offramp.running.bundle import load_bundle
     from offramp.running.predict import expand, predict, result_table, write_rows
 
     loaded = load_bundle(bundle, device=device, own_process=True)
-    policy = loaded.policy(None if budget is None else parse_count(budget, "--budget"), q)
-    limit = None if max_mul_adds is None else parse_count(max_mul_adds, "--max-mul-adds")
-    if out is not None and out.suffix not in (".csv", ".jsonl"):
+    policy = loaded.policy(wanted, q)
+    if out is not None and Path(out).suffix not in (".csv", ".jsonl"):
         raise ValueError(f"--out must end in .csv or .jsonl, got {out}")
     found = predict(
         loaded,
@@ -202,7 +262,7 @@ def predict_command(
         silent=as_json,
     )
     if out is not None:
-        write_rows(out, found.rows)
+        write_rows(Path(out), found.rows)
     if as_json:
         print(json.dumps(found.to_json()))
     else:
@@ -210,3 +270,32 @@ def predict_command(
         say(str(found))
     if found.unreadable:
         raise typer.Exit(1)
+
+
+def _predict_on_ray(
+    bundle: Path,
+    sources: list[str],
+    out: str | None,
+    asked: dict[str, Any],
+    columns: tuple[str | None, str | None],
+    address: str,
+    shape: tuple[int | None, float, float],
+    as_json: bool,
+) -> None:
+    from offramp.scaling.cluster import WorkerShape
+    from offramp.scaling.offline import SMALLEST_PART, Asked, predict_source
+    from offramp.scaling.sources import open_source
+
+    if len(sources) != 1 or out is None:
+        raise ValueError("with --ray give one source (a folder, a list of paths or URIs, or Parquet) and --out FOLDER")
+    if asked["part_images"] is not None and asked["part_images"] < SMALLEST_PART:
+        raise ValueError(f"--part-images must be {SMALLEST_PART:,} or more, got {asked['part_images']:,}")
+    made, own = Asked(**asked), WorkerShape(*shape)
+    if not as_json:
+        say(f"listing {sources[0]}")
+    source = open_source(sources[0], *columns)
+    found = predict_source(bundle, source, out, made, address=address, shape=own, silent=as_json)
+    if as_json:
+        print(json.dumps(found.to_json()))
+    else:
+        say(f"{found}\nresults: {out}")

@@ -8,7 +8,19 @@ from typing import Annotated
 
 import typer
 
-from offramp.cli.options import DataDir, DataName, DataSettings, Device, Settings, command, numbers
+from offramp.cli.options import (
+    DataDir,
+    DataName,
+    DataSettings,
+    Device,
+    RayAddress,
+    Settings,
+    WorkerCpus,
+    WorkerGpus,
+    Workers,
+    command,
+    numbers,
+)
 from offramp.common.console import print_table, say
 
 verbs = typer.Typer()
@@ -69,6 +81,10 @@ def evaluate(
     data_dir: DataDir = None,
     settings: DataSettings = None,
     device: Device = "auto",
+    ray: RayAddress = None,
+    workers: Workers = None,
+    worker_cpus: WorkerCpus = 1.0,
+    worker_gpus: WorkerGpus = 0.0,
 ) -> None:
     """Evaluate every exit of a run, or of a saved model, on calibration and test splits, and save the logits.
 
@@ -80,8 +96,12 @@ def evaluate(
     from offramp.common.pretrained import is_bundle
 
     if is_bundle(run):
-        _evaluate_bundle(run, data, data_dir, settings or [], device)
+        _evaluate_bundle(run, data, data_dir, settings or [], device, ray, (workers, worker_cpus, worker_gpus))
         return
+    if ray is not None:
+        raise ValueError(
+            f"--ray is for bundles, and {run} is none; make one with: {command('export', run, '--out', 'B')}"
+        )
     from offramp.runs.config import data_config
     from offramp.training.evaluate import evaluate_run
 
@@ -99,7 +119,15 @@ def evaluate(
         say(f"{before}: {line}")
 
 
-def _evaluate_bundle(bundle: str, data: str | None, data_dir: Path | None, settings: list[str], device: str) -> None:
+def _evaluate_bundle(
+    bundle: str,
+    data: str | None,
+    data_dir: Path | None,
+    settings: list[str],
+    device: str,
+    ray: str | None,
+    shape: tuple[int | None, float, float],
+) -> None:
     from offramp.cli.tables import bundle_table
     from offramp.running.bundle import load_bundle
     from offramp.running.labelled import evaluate_bundle, labelled_images
@@ -108,6 +136,13 @@ def _evaluate_bundle(bundle: str, data: str | None, data_dir: Path | None, setti
     if data is None:
         raise ValueError(f"{bundle} is a bundle; say which data set to try it on: --data cifar100, for example")
     own = data_config(data, settings)
+    if ray is not None:
+        from offramp.scaling.cluster import WorkerShape
+        from offramp.scaling.evaluation import evaluate_on_ray
+
+        score = evaluate_on_ray(bundle, own, data_dir, device=device, address=ray, shape=WorkerShape(*shape))
+        print_table(*bundle_table(bundle, score))
+        return
     loaded = load_bundle(bundle, device=device, own_process=True)
     print_table(*bundle_table(bundle, evaluate_bundle(loaded, labelled_images(loaded, own, data_dir, "test"))))
 

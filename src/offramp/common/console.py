@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -151,6 +153,23 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]
 def say(text: str) -> None:
     """A line of text as it is, never wrapped."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def only_ours() -> Iterator[None]:
+    """Keep what a library prints, from Python or beneath it, out of the way; our own lines are shown as always."""
+    out, err, before = sys.stdout, sys.stderr, os.dup(2)
+    with tempfile.TemporaryFile("w+") as noise:
+        console.file = out
+        sys.stdout = sys.stderr = noise
+        os.dup2(noise.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            sys.stdout, sys.stderr = out, err
+            console.file = None  # type: ignore[assignment]  # whatever is standard output then
 
 
 def log_to_console() -> None:

@@ -26,7 +26,7 @@ from offramp.common.files import check_digests, read_json, sha256, short_digest,
 from offramp.common.images import Preprocessing, UnreadableImage, read_image, upright_rgb
 from offramp.common.names import check_device_name, unknown
 from offramp.common.pretrained import CARD, MANIFEST, bundle_folder, pretrained_names
-from offramp.measuring.policy import Policies, Policy, check_budget, read_policies
+from offramp.measuring.policy import Policies, Policy, read_policies
 from offramp.running.engines.protocol import Engine, all_logits
 from offramp.running.golden_photos import PolicyResult, check_answers, check_cuts, cut_photos, read_photos
 from offramp.running.packing import cached_packing
@@ -127,12 +127,7 @@ class Bundle:
 
     def policy(self, budget_mul_adds: float | None = None, q: float | None = None) -> Policy:
         """The chosen policy, or the one that a budget or a q asks for."""
-        if budget_mul_adds is not None and q is not None:
-            raise ValueError("ask for a budget or for a q, not for both")
-        if budget_mul_adds is not None:
-            check_budget(budget_mul_adds, self.costs)
-            return self.policies.within(budget_mul_adds)
-        return self.policies.policy if q is None else self.policies.at_q(q)
+        return asked_policy(self.policies, budget_mul_adds, q)
 
     def runtime(self, policy: Policy | None = None) -> Runtime:
         """The network under a policy, packing by the rule measured on this machine if there is one.
@@ -191,6 +186,15 @@ class Bundle:
             cut, own = read_cut_photos(self.folder), self.card.preprocessing
             check_cuts(photos, cut_photos([(self.folder / one.file).read_bytes() for one in photos], own), cut, source)
             check_answers(photos, PolicyResult.of(all_logits(self.engine, own.normalise(cut)), self.policies), source)
+
+
+def asked_policy(policies: Policies, budget_mul_adds: float | None = None, q: float | None = None) -> Policy:
+    """The chosen policy of a bundle, or the one that a budget or a q asks for."""
+    if budget_mul_adds is not None and q is not None:
+        raise ValueError("ask for a budget or for a q, not for both")
+    if budget_mul_adds is not None:
+        return policies.within(budget_mul_adds)
+    return policies.policy if q is None else policies.at_q(q)
 
 
 def _as_image(value: Any, number: int) -> Image.Image:

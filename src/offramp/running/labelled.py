@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -51,8 +52,8 @@ class LabelledImages(Protocol):
     about: str  # what they are, in words
     size: int
 
-    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Normalised float32 [n, 3, h, w] and labels [n]."""
+    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Normalised float32 [n, 3, h, w] and labels [n], of those from `start`, a multiple of TOGETHER, to `stop`."""
 
 
 def known_labels(bundle: Bundle, names: Sequence[str], source: str) -> np.ndarray:
@@ -76,16 +77,17 @@ class FolderImages:
         self.labels, self.own, self.max_pixels = labels[files.labels], own, max_pixels
         self.unreadable = Unreadable(self.size, max_pixels)
 
-    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        end = self.size if stop is None else stop
         with ThreadPoolExecutor(DECODERS) as threads:
-            for at in range(0, self.size, TOGETHER):
-                paths = self.files.paths[at : at + TOGETHER]
+            for at in range(start, end, TOGETHER):
+                paths = self.files.paths[at : min(at + TOGETHER, end)]
                 found = list(threads.map(self._read, paths))
                 self.unreadable.note(path for path, image in zip(paths, found, strict=True) if image is None)
                 kept = [row for row, image in enumerate(found) if image is not None]
                 if kept:
                     images = np.stack([image for image in found if image is not None])
-                    yield self.own.normalise(images), self.labels[at : at + TOGETHER][kept]
+                    yield self.own.normalise(images), self.labels[at + np.array(kept)]
 
     def _read(self, path: Path) -> np.ndarray | None:
         try:
@@ -101,10 +103,13 @@ class DatasetImages:
         self.data, self.split, self.labels = data, split, labels
         self.about, self.size = f"the {split} split of {data.name}", data.size(split)
 
-    def batches(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    def batches(self, start: int = 0, stop: int | None = None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         import torch
 
-        for part in self.data.sweep(self.split, TOGETHER, torch.device("cpu")):
+        assert start % TOGETHER == 0
+        end = self.size if stop is None else stop
+        whole = self.data.sweep(self.split, TOGETHER, torch.device("cpu"))
+        for part in islice(whole, start // TOGETHER, -(-end // TOGETHER)):
             yield part.images.numpy(), self.labels[part.labels.numpy()]
 
 
@@ -170,22 +175,40 @@ class BundleScore:
     about: str = "test images"
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What was right about some labelled images: at every exit [K, n], under the policy [n]; where each left [n]."""
+
+    every: np.ndarray
+    right: np.ndarray
+    exits: np.ndarray
+
+
+def judge_images(bundle: Bundle, ready: np.ndarray, labels: np.ndarray) -> Judged:
+    """Run normalised images through a bundle, with images really leaving, and through every exit."""
+    result = bundle.runtime()(ready)
+    every = all_logits(bundle.engine, ready).argmax(-1) == labels
+    return Judged(every, result.labels == labels, result.exits)
+
+
 def evaluate_bundle(bundle: Bundle, images: LabelledImages) -> BundleScore:
     """Run labelled images through a bundle, with images really leaving."""
-    hits, runtime = np.zeros(len(bundle.costs), np.int64), bundle.runtime()
-    right, exits = [], []
+    found = []
     with progress(f"evaluating {images.about}", images.size) as bar:
         for ready, labels in images.batches():
-            hits += (all_logits(bundle.engine, ready).argmax(-1) == labels).sum(1)
-            result = runtime(ready)
-            right.append(result.labels == labels)
-            exits.append(result.exits)
+            found.append(judge_images(bundle, ready, labels))
             bar.advance(len(labels), len(labels))
-    if not exits:
-        raise ValueError(f"{images.about}: no image could be read")
-    left = np.concatenate(exits)
-    policy = Outcome(float(np.concatenate(right).mean()), mean_cost(left, bundle.costs), shares_of(left, len(hits)))
-    return BundleScore(len(left), tuple((hits / len(left)).tolist()), policy, images.about)
+    return score_of(found, bundle.costs, images.about)
+
+
+def score_of(parts: Sequence[Judged], costs: Sequence[int], about: str) -> BundleScore:
+    """How a bundle does, from what was right about all images."""
+    if not sum(len(part.right) for part in parts):
+        raise ValueError(f"{about}: no image could be read")
+    every = np.concatenate([part.every for part in parts], 1)
+    right, exits = (np.concatenate([getattr(part, name) for part in parts]) for name in ("right", "exits"))
+    policy = Outcome(float(right.mean()), mean_cost(exits, costs), shares_of(exits, len(costs)))
+    return BundleScore(len(right), tuple(every.mean(1).tolist()), policy, about)
 
 
 def calibrate_bundle(

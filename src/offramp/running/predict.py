@@ -1,7 +1,7 @@
 """`offramp predict`: many images through a bundle in throughput mode, a row of results each.
 
 Paths go in; rows come out in the order of the paths. Images are decoded by threads while the network runs; an
-image that cannot be read is a row that says so.
+image that cannot be read is a row that says so. Images that are no files come with their paths (`ImageSource`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -30,6 +30,7 @@ from offramp.running.pool import Left, Pool, Ticket
 from offramp.running.runtime import ceiling
 
 DECODERS = 4
+ImageSource = str | bytes | Callable[[], bytes]  # a path, an encoded image, or what fetches one
 WAIT_S = 30.0  # longest that a sample waits for a full batch; at the end of the stream nobody waits
 
 
@@ -108,9 +109,14 @@ def predict(
     max_exit: int | None = None,
     max_mul_adds: float | None = None,
     max_pixels: int = MAX_PIXELS,
+    images: Iterable[ImageSource] | None = None,
+    decoders: int = DECODERS,
     silent: bool = False,
 ) -> Summary:
-    """Classify the images at `paths`; one with more than `max_pixels` is not read."""
+    """Classify the images at `paths`; one with more than `max_pixels` is not read.
+
+    `images`, one for each path, are read instead where they are given: a few batches ahead, by so many `decoders`.
+    """
     rows: dict[int, Row] = {}
     last = ceiling(bundle.costs, max_exit, max_mul_adds)
     pool = Pool(bundle.engine, policy or bundle.policies.policy, batch, WAIT_S)
@@ -122,10 +128,12 @@ def predict(
                 rows[one.ticket.key] = _row(bundle, paths[one.ticket.key], one)
                 bar.advance(1, 1)
 
-        for numbers, images, failed in _decoded(bundle, paths, rows, batch, max_pixels):
-            bar.advance(failed, 0)
-            if len(numbers):
-                pool.add(images, [Ticket(number, last) for number in numbers])
+        for chunk in _decoded(bundle, paths if images is None else images, batch, max_pixels, decoders):
+            for number, why in chunk.unreadable.items():
+                rows[number] = Row(paths[number], error=why)
+            bar.advance(len(chunk.unreadable), 0)
+            if chunk.numbers:
+                pool.add(chunk.images, [Ticket(number, last) for number in chunk.numbers])
             while pool.ready():
                 note(pool.work())
         while pool.waiting:
@@ -133,31 +141,43 @@ def predict(
     return _summary(bundle, [rows[number] for number in range(len(paths))], time.perf_counter() - began)
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """Some images in their order: the numbers of those that could be read, normalised, and why others could not."""
+
+    numbers: list[int]
+    images: np.ndarray
+    unreadable: dict[int, str]
+
+
 def _decoded(
-    bundle: Bundle, paths: Sequence[str], rows: dict[int, Row], batch: int, max_pixels: int
-) -> Iterator[tuple[list[int], np.ndarray, int]]:
-    """Normalised batches with the numbers of their paths; what cannot be read goes to `rows` and is counted."""
+    bundle: Bundle, sources: Iterable[ImageSource], batch: int, max_pixels: int, decoders: int
+) -> Iterator[_Chunk]:
+    """Images in chunks of a batch, decoded by threads ahead of whoever takes them."""
     own = bundle.card.preprocessing
 
-    def decode(number: int) -> np.ndarray | UnreadableImage:
+    def decode(source: ImageSource) -> np.ndarray | UnreadableImage:
         try:
-            return own.read(paths[number], max_pixels)
+            return own.read(source() if callable(source) else source, max_pixels)
         except UnreadableImage as error:
             return error
 
-    with ThreadPoolExecutor(DECODERS) as threads:
-        coming = iter([range(at, min(at + batch, len(paths))) for at in range(0, len(paths), batch)])
-        ahead = deque((c, threads.submit(lambda c: list(map(decode, c)), c)) for c in islice(coming, DECODERS))
+    numbered = enumerate(sources)
+    chunks = iter(lambda: list(islice(numbered, batch)), [])
+    with ThreadPoolExecutor(decoders) as threads:
+
+        def begun(count: int) -> Iterator[tuple[list[int], Future[list[np.ndarray | UnreadableImage]]]]:
+            for chunk in islice(chunks, count):
+                yield [n for n, _ in chunk], threads.submit(lambda c: [decode(source) for _, source in c], chunk)
+
+        ahead = deque(begun(decoders))
         while ahead:
-            chunk, decoded = ahead.popleft()
-            found = decoded.result()
-            ahead.extend((c, threads.submit(lambda c: list(map(decode, c)), c)) for c in islice(coming, 1))
-            for number, image in zip(chunk, found, strict=True):
-                if isinstance(image, UnreadableImage):
-                    rows[number] = Row(paths[number], error=str(image))
-            good = [(n, i) for n, i in zip(chunk, found, strict=True) if isinstance(i, np.ndarray)]
-            images = own.normalise(np.stack([i for _, i in good])) if good else np.empty(0)
-            yield [n for n, _ in good], images, len(chunk) - len(good)
+            numbers, decoding = ahead.popleft()
+            found = dict(zip(numbers, decoding.result(), strict=True))
+            ahead.extend(begun(1))
+            good = {n: image for n, image in found.items() if isinstance(image, np.ndarray)}
+            images = own.normalise(np.stack(list(good.values()))) if good else np.empty(0)
+            yield _Chunk(list(good), images, {n: str(why) for n, why in found.items() if n not in good})
 
 
 def _row(bundle: Bundle, path: str, left: Left) -> Row:

@@ -1,0 +1,81 @@
+"""Files by their URI: local, in a store, and what is done when a store does not answer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from offramp.common.extras import MissingExtra
+from offramp.common.images import UnreadableImage
+from offramp.scaling import places
+
+
+def test_names_are_joined_to_folders_and_uris_stand_alone() -> None:
+    assert places.joined("/data", "a/b.png") == "/data/a/b.png"
+    assert places.joined("/data", "/else/b.png") == "/else/b.png"
+    assert places.joined("s3://bucket/x/", "a b.png") == "s3://bucket/x/a b.png"
+    assert places.joined("/data", "s3://bucket/b.png") == "s3://bucket/b.png"
+
+
+@pytest.mark.parametrize("store", ["memory", "s3"])
+def test_a_store_is_read_and_written_like_a_folder(store: str, request: pytest.FixtureRequest) -> None:
+    base = request.getfixturevalue("s3") if store == "s3" else f"memory://{os.urandom(4).hex()}"
+    assert places.names_below(base) == [] and places.kind_of(f"{base}/none") == "nothing"
+    for name in ("b c#1.PNG", "deep/a.jpg", "notes.txt", "deep/._a.jpg"):
+        places.write_whole(f"{base}/{name}", name.encode())
+    assert places.images_below(base) == ["b c#1.PNG", "deep/a.jpg"]
+    assert places.kind_of(base) == "folder" and places.kind_of(f"{base}/deep/a.jpg") == "file"
+    assert places.fetched(f"{base}/b c#1.PNG") == b"b c#1.PNG" == places.read_all(f"{base}/b c#1.PNG")
+    with pytest.raises(UnreadableImage, match="it is not there"):
+        places.fetched(f"{base}/none.png")
+    places.remove(f"{base}/notes.txt")
+    assert "notes.txt" not in places.names_below(base)
+
+
+def test_a_store_that_does_not_answer_says_nothing_about_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again, and then it is no unreadable image: the part is not written, and can be done later."""
+    tried: list[str] = []
+
+    def failing(place: str) -> None:
+        tried.append(place)
+        raise OSError("AWS Error NETWORK_CONNECTION during GetObject operation\nmore")
+
+    monkeypatch.setattr(places, "located", failing)
+    monkeypatch.setattr(places, "WAIT_S", 0.0)
+    with pytest.raises(
+        OSError, match="s3://b/k cannot be read: AWS Error NETWORK_CONNECTION during GetObject operation$"
+    ):
+        places.fetched("s3://b/k")
+    assert len(tried) == places.TRIES
+
+    def refused(place: str) -> None:
+        tried.append(place)
+        raise OSError("When reading: AWS Error ACCESS_DENIED during GetObject operation")
+
+    tried.clear()
+    monkeypatch.setattr(places, "located", refused)
+    with pytest.raises(UnreadableImage, match="access to it is refused"):
+        places.fetched("s3://b/k")
+    assert len(tried) == 1
+
+
+def test_schemes_that_nobody_reads_are_named() -> None:
+    with pytest.raises(ValueError, match="nosuch://x cannot be opened: Protocol not known: nosuch"):
+        places.located("nosuch://x")
+    with pytest.raises(MissingExtra, match="az://x/y cannot be opened"):
+        places.located("az://x/y")
+
+
+def test_a_local_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "new" / "file"
+    places.write_whole(str(path), b"before")
+
+    def fail(*paths: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        places.write_whole(str(path), b"after")
+    assert path.read_bytes() == b"before" and os.listdir(path.parent) == ["file"]
