@@ -94,9 +94,9 @@ def held_out(plan: Plan, config: RunConfig) -> RunConfig:
     return config if plan.held_out != "fifth" else with_fold(config, 1)
 
 
-def with_fold(config: RunConfig, fold: int) -> RunConfig:
+def with_fold(config: RunConfig, fold: int, folds: int = FOLDS) -> RunConfig:
     """With one fold held out of training."""
-    options = {**config.data.options, "folds": FOLDS, "fold": fold}
+    options = {**config.data.options, "folds": folds, "fold": fold}
     return replace(config, data=replace(config.data, options=options))
 
 
@@ -236,7 +236,7 @@ def _tune(plan: Plan, config: RunConfig, out: Path, device: torch.device, wanted
         own = [replace(one, run=folder / one.run.name) for one in wanted]
         if not all(is_written(one.run) for one in own):
             say(f"fold {fold} of {len(folders)}")
-            _tune_once(plan, with_fold(config, fold), folder, device, own)
+            _tune_once(plan, with_fold(config, fold, plan.tuned_folds), folder, device, own)
     _tune_once(plan, everything(config), out / NETWORKS, device, wanted)
     for one in wanted:
         _add_held_out(one.run, [folder / one.run.name for folder in folders], everything(config))

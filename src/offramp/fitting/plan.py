@@ -128,7 +128,14 @@ def sizes_below(largest: int, costs: Mapping[int, float], budget: float | None =
     if wanted is not None and wanted < largest and wanted not in below:
         nearest = min(below, key=lambda size: abs(size - wanted), default=None)
         below = sorted({*below, wanted} - {nearest})
+    while len(below) > 1 and _passes(below, largest) > MOST_TIMES:
+        below[0] -= STEP
     return (*below, largest)
+
+
+def _passes(below: Sequence[int], largest: int) -> float:
+    """Frozen features of all sizes, and of the smallest once more for a cascade, over those of the largest alone."""
+    return 1.0 + sum((size / largest) ** 2 for size in (*below, below[0]))
 
 
 def decide(
@@ -181,9 +188,14 @@ def _on_cpu(plain: Plan, images: Mapping[str, int], rates: Rates, limits: Limits
         return _timed(replace(plain, epochs=limits.epochs), images, rates)
     if limits.seconds is None:
         return base
-    one = _timed(replace(plain, epochs=1), images, rates).seconds - base.seconds
-    epochs = min(EPOCHS, int((limits.seconds - base.seconds) / one))
+    epochs = _epochs_within(limits.seconds, plain, images, rates)
     return base if epochs < FEWEST_ON_CPU else _timed(replace(plain, epochs=epochs), images, rates)
+
+
+def _epochs_within(seconds: float, plan: Plan, images: Mapping[str, int], rates: Rates) -> int:
+    """How many epochs of fine-tuning there is time for."""
+    one, two = (_timed(replace(plan, epochs=epochs), images, rates).seconds for epochs in (1, 2))
+    return 0 if seconds < one else min(EPOCHS, 1 + int((seconds - one) / (two - one)))
 
 
 def _on_gpu(plain: Plan, images: Mapping[str, int], rates: Rates, limits: Limits) -> Plan:
@@ -197,10 +209,8 @@ def _on_gpu(plain: Plan, images: Mapping[str, int], rates: Rates, limits: Limits
         plan = _timed(replace(tuned, tuned_folds=folds), images, rates)
         if limits.seconds is None or limits.epochs is not None or plan.seconds <= limits.seconds:
             return plan
-    one = _timed(replace(tuned, epochs=1), images, rates).seconds
-    none = _timed(replace(tuned, epochs=0), images, rates).seconds
     assert limits.seconds is not None
-    epochs = int((limits.seconds - none) / max(one - none, 1e-9))
+    epochs = _epochs_within(limits.seconds, tuned, images, rates)
     return _timed(replace(tuned, epochs=epochs) if epochs >= 1 else plain, images, rates)
 
 

@@ -26,7 +26,8 @@ def found_sentences(look: Look) -> list[str]:
     splits = look.splits
     each = f"from {least:,} ({few}) to {most:,} ({many})" if least < most else f"{least:,} each"
     return [
-        f"{look.name}: {look.images:,} images of {look.classes} classes, {each}; about {look.side} x {look.longer} pixels",
+        f"{look.name}: {look.images:,} images of {look.classes} classes, {each}; "
+        f"about {look.side} x {look.longer} pixels",
         f"to learn from: {splits['train'] + splits['calibration']:,}; kept for the test at the end: {splits['test']:,}",
     ]
 
