@@ -34,6 +34,7 @@ from offramp.training.train import new_model, train_run
 
 NETWORKS, FEATURES, JOINT = "networks", "features", "joint"
 CARRIES = (0.0, 1.0)  # a cascade's second network answers for itself, or with the sum of both
+LEAST_BATCH = 8  # a loader batch is trained on in halves, and BatchNorm needs some images in each
 KEPT_BYTES = 8 << 30  # photos that may lie on a GPU
 
 
@@ -322,7 +323,8 @@ def exits_config(plan: Plan, config: RunConfig, joint: RunConfig, single: Path) 
 def _for_epochs(config: RunConfig, epochs: int, probe: bool) -> RunConfig:
     """So many epochs, with a batch and a warm-up that suit the number of images."""
     images = read_data(config).size("train")
-    batch = min(config.train.batch, max(2, images // 8 * 2))  # at least four loader batches an epoch
+    few = max(LEAST_BATCH, images // 8 * 2)  # at least four loader batches an epoch, where there are enough
+    batch = min(config.train.batch, few, images // 2 * 2)
     steps = epochs * max(1, images // batch)
     train = replace(
         config.train,

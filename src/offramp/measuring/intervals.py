@@ -19,7 +19,7 @@ def proportion_interval(right: int, samples: int, probability: float = 0.95) -> 
     share, weight = right / samples, z * z / samples
     middle = (share + weight / 2) / (1 + weight)
     reach = z / (1 + weight) * math.sqrt(share * (1 - share) / samples + weight / (4 * samples))
-    return max(0.0, middle - reach), min(1.0, middle + reach)
+    return min(share, max(0.0, middle - reach)), max(share, min(1.0, middle + reach))
 
 
 def paired_interval(right_a: np.ndarray, right_b: np.ndarray, probability: float = 0.95) -> tuple[float, float]:
