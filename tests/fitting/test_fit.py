@@ -87,6 +87,14 @@ def test_from_photos_to_a_bundle_and_again(
     assert re.search(
         r"takes [\d.]+ ms per image on this machine, [\d.]+ times as fast as the single network at 64 px", sentence
     )
+
+    words = ("--budget-ms", "1000", "--threads", "1", "--batch", "2")
+    assert call(monkeypatch, "fit", images, "--out", out, *words, *TINY, *SIZES) == 0
+    assert files_of(out) == before
+    timed = read(out / "fit.json")
+    assert timed["unit"] == "ms" and all(p["ms"] > 0 for family in timed["families"] for p in family["points"])
+    assert "1000 ms per image on this machine" in timed["asked"] and "2 images at a time" in timed["test"]["timed_with"]
+    assert timed["test"]["ms"] > 0 and timed["test"]["reference_ms"] > 0
     capsys.readouterr()
 
     assert call(monkeypatch, "predict", out / "bundle", images / "val") == 0
@@ -106,7 +114,7 @@ def test_fine_tuning_shares_one_run(
 ) -> None:
     """Singles and cascades come apart from one run, exits start from the single network; all answer as saved."""
     images, out = image_folder(classes=2, train=20, val=5), tmp_path / "fitted"
-    epochs = ("--set", "train.epochs=1", "--set", "train.batch=8", "--anyway")
+    epochs = ("--set", "train.epochs=1", "--set", "train.batch=8", "--set", "data.augmentation=device-crop", "--anyway")
     assert call(monkeypatch, "fit", images, "--out", out, *TINY, *SIZES, *epochs) == 0
     said = capsys.readouterr().out
     assert "then 1 epochs of fine-tuning, 1 more for the exits" in said
@@ -176,22 +184,15 @@ def test_whole_networks_by_folds(tmp_path: Path, image_folder: Callable[..., Pat
     assert read_config(found.run).data.calibration == 0
 
 
-def test_milliseconds_and_promises(
-    tmp_path: Path, image_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    images, words = image_folder(classes=2, train=20, val=5), (*TINY, *SIZES)
-    timed = tmp_path / "timed"
-    assert call(monkeypatch, "fit", images, "--out", timed, "--budget-ms", "1000", "--threads", "1", *words) == 0
-    found = read(timed / "fit.json")
-    assert found["unit"] == "ms" and all(p["ms"] > 0 for family in found["families"] for p in family["points"])
-    assert "1000 ms per image on this machine" in found["asked"]
-    promised = tmp_path / "promised"
-    assert call(monkeypatch, "fit", images, "--out", promised, "--risk", "0.3", "--probability", "0.6", *words) == 0
-    found = read(promised / "fit.json")
-    assert found["held_out"] == {"samples": 8, "folds": 0}  # a fifth of them
-    policies = read_policies(promised / found["chosen"]["run"] / "policy.json")
-    if found["chosen"]["family"] != "single":
-        assert policies.policy.promise is not None and policies.policy.promise.risk == 0.3
+def test_a_promise(tmp_path: Path, image_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is about one network, so a fifth of the images is held out of its training, and nothing is done by folds."""
+    images, out = image_folder(classes=2, train=40, val=5), tmp_path / "promised"
+    assert call(monkeypatch, "fit", images, "--out", out, "--risk", "0.4", "--probability", "0.6", *TINY, *SIZES) == 0
+    found = read(out / "fit.json")
+    assert found["held_out"] == {"samples": 16, "folds": 0} and "with probability 0.6" in found["asked"]
+    assert found["chosen"]["family"] != "single" and "summed" not in found["chosen"]["run"]
+    promise = read_policies(out / found["chosen"]["run"] / "policy.json").policy.promise
+    assert promise is not None and (promise.risk, promise.samples) == (0.4, 8)
 
 
 def test_stopped_it_says_how_to_go_on(

@@ -138,7 +138,7 @@ def fit_command(
         time=time,
         quick=quick,
         anyway=anyway,
-        serving=Serving(format, device, batch, threads),
+        serving=Serving(format, "cpu" if device == "cpu" else "auto", batch, threads),
         settings=tuple(settings or ()),
         device=device,
     )

@@ -69,6 +69,7 @@ from offramp.training.train import new_model
 RECIPE = "photos-exits"  # how photos are fine-tuned
 PLAN, RESULT = "plan.json", "fit.json"
 LEAST_IMAGES = 8
+RESUMED = "the same command with --resume"
 
 
 def fit(
@@ -114,6 +115,10 @@ def stopped_in_own_words(out: Path) -> Iterator[None]:
         raise Stopped(stopped.signum, _how_to_go_on(out)) from stopped
     except KeyboardInterrupt as stopped:
         raise Stopped(signal.SIGINT, _how_to_go_on(out)) from stopped
+    except OSError as error:
+        if RESUMED not in str(error):
+            raise
+        raise OSError(str(error).replace(RESUMED, "the same command")) from error  # fit has no such option
 
 
 def _how_to_go_on(out: Path) -> str:
@@ -172,6 +177,7 @@ class _FolderFit:
     ) -> None:
         self.folder, self.out, self.config, self.request = folder, out, config, request
         self.limits, self.serving, self.device = limits, serving, device
+        self.timed_with = ""  # the engine and batch, in words
 
     def run(self, settings: Sequence[str], anyway: bool) -> Fitted:
         data = self._read()
@@ -330,11 +336,13 @@ class _FolderFit:
                 "mul_adds": tested.mul_adds,
                 "ms": tested.ms,
                 "reference_ms": tested.reference_ms,
+                "timed_with": self.timed_with,
             },
             "sentence": sentence,
             "warnings": list(look.warnings),
         }
         write_json(self.out / RESULT, result)
+        say(f"times are for {self.timed_with}")
         report = write_report([one.run], self.out / "report.html")
         return Fitted(one.run, bundle, policies, sentence, report, look.warnings)
 
@@ -364,6 +372,8 @@ class _FolderFit:
         ours, theirs = by_turns(loaded[0], loaded[1], [paths[at] for at in spread], self.serving.batch)
         if one.run == single.run:
             ours = theirs = min(ours, theirs)
+        engine, batch = loaded[0].engine, self.serving.batch
+        self.timed_with = f"{loaded[0].format} on {engine.place}, {batch} image{'s' if batch > 1 else ''} at a time"
         return Tested(
             float(right.mean()),
             proportion_interval(int(right.sum()), len(right)),
