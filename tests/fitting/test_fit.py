@@ -27,7 +27,7 @@ from offramp.runs.outputs import read_outputs
 from offramp.runs.recipe import load_recipe
 
 TINY = ("--backbone", "timm/test_efficientnet", "--set", "model.pretrained=false", "--set", "data.workers=0")
-SIZES = ("--set", "model.overrides.image_size=64", "--set", "model.overrides.exits=2")
+SIZES = ("--set", "model.overrides.image_size=64", "--set", "model.overrides.exits=2", "--format", "torch")
 
 
 def read(path: Path) -> Any:
@@ -210,7 +210,7 @@ def test_stopped_it_says_how_to_go_on(
             raise KeyboardInterrupt
         real(*args)
 
-    words = ("fit", images, "--out", out, *TINY, "--quick")
+    words = ("fit", images, "--out", out, *TINY, "--quick", "--format", "torch")
     monkeypatch.setattr(networks, "extract", interrupted)
     assert call(monkeypatch, *words) == 130
     said = capsys.readouterr().err

@@ -28,7 +28,7 @@ from offramp.common.signals import Stopped
 from offramp.data import prepared_for
 from offramp.data.imagefolder import ImageFolderDataset
 from offramp.fitting.choice import Choice, Network, Point, choose, common_rows, families_json, points, unit_of
-from offramp.fitting.fitted import Fitted, replace_bundle, right_on_test, tested_outcome
+from offramp.fitting.fitted import Fitted, replace_bundle, right_on_test, same_bundle, tested_outcome
 from offramp.fitting.looking import Look, look_at
 from offramp.fitting.networks import Candidate, read_data, single_config, train_networks
 from offramp.fitting.plan import (
@@ -365,7 +365,7 @@ class _FolderFit:
         other = bundle
         if one.run != single.run:
             calibrate_run(single.run, PolicyRequest(max_drop_points=0))
-            other = replace_bundle(single.run, self.out / "single", self.serving.format)
+            other = same_bundle(single.run, self.out / "single", self.serving.format)
         paths = data.splits["test"].paths
         spread = np.random.default_rng(0).permutation(len(paths))
         loaded = [self.serving.load(bundle), self.serving.load(other)]

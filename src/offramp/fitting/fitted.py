@@ -8,10 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from offramp.common.files import read_json
+from offramp.common.pretrained import MANIFEST, is_bundle
 from offramp.measuring.confidence import Predictions
 from offramp.measuring.policy import Outcome, Policies, exits_taken, outcome
+from offramp.models.registry import load_model
 from offramp.reporting.report import Report
-from offramp.running.export import export_run
+from offramp.running.export import default_format, export_run
 from offramp.runs.outputs import read_outputs
 
 
@@ -32,6 +35,14 @@ def replace_bundle(run: Path, bundle: Path, format: str | None) -> Path:
     new = export_run(run, fresh_folder(bundle.with_name(f"{bundle.name}.new")), format=format)
     shutil.rmtree(bundle, ignore_errors=True)
     return new.rename(bundle)
+
+
+def same_bundle(run: Path, bundle: Path, format: str | None) -> Path:
+    """The bundle of a run that is not trained again, exported the first time only."""
+    wanted = format or default_format(load_model(run))
+    if not is_bundle(bundle) or read_json(bundle / MANIFEST).get("format") != wanted:
+        return replace_bundle(run, bundle, format)
+    return bundle
 
 
 def fresh_folder(path: Path) -> Path:

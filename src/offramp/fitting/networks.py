@@ -138,17 +138,23 @@ class _FrozenNetworks:
     def write(self, wanted: Sequence[Candidate]) -> None:
         """Extract the features, fit the heads, write every network."""
         self._extract()
-        say(f"fitting linear heads{' by folds' if self.plan.folds else ''} ...")
-        heads = {size: self._head(self._direct(size), -1) for size in self.plan.sizes}
-        for size, model in self.singles.items():
-            _take(linear_layer(model.heads[-1]), heads[size])
-        inner = []
+        places = [(size, -1) for size in self.plan.sizes]
         if self.exits is not None:
-            inner = [self._head(self._direct(self.plan.sizes[-1]), at) for at in range(len(self.exits.heads) - 1)]
-            for head, fit in zip(self.exits.heads, [*inner, heads[self.plan.sizes[-1]]], strict=True):
-                _take(linear_layer(head), fit)
+            places += [(self.plan.sizes[-1], at) for at in range(len(self.exits.heads) - 1)]
+        heads: dict[tuple[int, int], LinearHead] = {}
+        with progress(f"fitting linear heads{' by folds' if self.plan.folds else ''}", len(places)) as bar:
+            for size, at in places:
+                heads[size, at] = self._head(self._direct(size), at)
+                bar.advance(1, 0)
+        singles = {size: heads[size, -1] for size in self.plan.sizes}
+        for size, model in self.singles.items():
+            _take(linear_layer(model.heads[-1]), singles[size])
+        inner = [head for (_, at), head in heads.items() if at >= 0]
+        if self.exits is not None:
+            for layer, head in zip(self.exits.heads, [*inner, singles[self.plan.sizes[-1]]], strict=True):
+                _take(linear_layer(layer), head)
         for one in wanted:
-            self._write_one(one, heads, inner)
+            self._write_one(one, singles, inner)
 
     def _direct(self, size: int) -> View:
         """Images read at their own size."""

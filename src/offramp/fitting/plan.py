@@ -34,6 +34,7 @@ TUNED_BY_FOLDS = 2_000  # up to which whole networks are trained by folds, on a 
 ENOUGH_HELD_OUT = 1_000  # images; with fewer in a tenth, a fifth is held out
 MOST_TIMES = 2.5  # of what the single network takes, for everything that is tried
 CAPTURED = 3.0  # how many times as fast as an eager loop training on a GPU is at least (docs/performance.md)
+HEAD_S = 0.0005  # to fit a linear head, for an image that it is fitted to
 ELSE_SECONDS = 60.0  # to build, calibrate, export, time and report
 TIMED_IMAGES = 16
 
@@ -229,7 +230,7 @@ def _frozen_seconds(plan: Plan, images: Mapping[str, int], rates: Rates) -> floa
     direct = sum(everything * (rates.read_s + rates.forward_s * rates.scale(size)) for size in plan.sizes)
     again = everything if plan.folds else held
     resized = sum(again * rates.forward_s * rates.scale(small) for small, _ in plan.cascades)
-    return direct + resized
+    return direct + resized + HEAD_S * everything * (plan.folds + 1) * (len(plan.sizes) + 1)
 
 
 def _tuning(plan: Plan, images: Mapping[str, int], rates: Rates) -> float:
