@@ -117,12 +117,14 @@ def test_fine_tuning_shares_one_run(
     epochs = ("--set", "train.epochs=1", "--set", "train.batch=8", "--set", "data.augmentation=device-crop", "--anyway")
     assert call(monkeypatch, "fit", images, "--out", out, *TINY, *SIZES, *epochs) == 0
     said = capsys.readouterr().out
-    assert "then 1 epochs of fine-tuning, 1 more for the exits" in said
+    assert "then 1 epoch of fine-tuning, 1 more for the exits" in said
     names = [family["name"] for family in read(out / "fit.json")["families"]]
     assert names[0] == "64 px" and "64 px, frozen" in names and "exits at 64 px" in names
     joint = read_config(out / "networks/joint")
     assert joint.model.name == "cascade" and joint.data.options == {"folds": 5, "fold": 1}
     assert joint.objective.name == "distillation" and joint.train.epochs == 1
+    members = joint.model.overrides["members"]  # not the frozen networks, which have seen what is held out here
+    assert [member["pretrained"] for member in members] == [False, False] and joint.train.probe
     exits = read_config(out / "networks/tuned-exits-64")
     assert str(exits.model.pretrained).endswith("tuned-single-64")
     both = read_outputs(out / "networks/tuned-cascade-32-64", "test")

@@ -62,6 +62,7 @@ from offramp.models.registry import load_model
 from offramp.reporting.report import write_report
 from offramp.running.bundle import FORMATS
 from offramp.runs.config import RunConfig, with_settings
+from offramp.runs.folder import read_config
 from offramp.runs.outputs import read_outputs, read_summary
 from offramp.runs.recipe import load_recipe
 from offramp.training.train import new_model
@@ -280,7 +281,10 @@ class _FolderFit:
             given = Predictions.of(np.asarray(own.logits)[:, rows], own.labels[rows])
             costs = read_summary(one.run).costs
             networks.append(Network(one.family, one.name, given, costs, self._times(one, len(costs)), one.whole))
-        say(f"choosing on {networks[0].given.samples:,} held-out images ...")
+        by_folds = (
+            ", each judged by networks that have not seen it" if read_config(found[0].run).data.calibration == 0 else ""
+        )
+        say(f"choosing on {networks[0].given.samples:,} held-out images{by_folds} ...")
         curves = [points(network, self.request) for network in networks]
         return networks, curves, choose(networks, curves, self.request, anyway)
 

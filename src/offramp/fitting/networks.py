@@ -268,16 +268,17 @@ def _add_held_out(run: Path, folds: Sequence[Path], config: RunConfig) -> None:
 def _tune_once(plan: Plan, config: RunConfig, folder: Path, device: torch.device, wanted: Sequence[Candidate]) -> None:
     """Fine-tune all sizes side by side, take them apart, train the exits from there, and evaluate everything."""
     joint = folder / JOINT
-    own = joint_config(plan, config, folder, device)
+    data = read_data(config)
+    own = joint_config(plan, config, folder, device, data.size("train"))
     train_run(own, joint, device=str(device), resume=True)
-    data, whole = read_data(own), load_model(joint)
+    whole = load_model(joint)
     networks = dict(zip(plan.sizes, _members(whole), strict=True))
     largest = plan.sizes[-1]
     for one in wanted:
         if is_written(one.run):
             continue
         if one.family == "exits":
-            exits = exits_config(plan, config, own, folder / f"tuned-single-{largest}")
+            exits = exits_config(plan, config, own, folder / f"tuned-single-{largest}", data.size("train"))
             train_run(exits, one.run, device=str(device), resume=True)
         else:
             model = _assembled(one, networks, largest)
@@ -298,13 +299,16 @@ def _assembled(one: Candidate, networks: dict[int, ExitNet], largest: int) -> Ex
     return cascade([networks[small], networks[largest]], [small, largest], carry=carry)
 
 
-def joint_config(plan: Plan, config: RunConfig, folder: Path, device: torch.device) -> RunConfig:
-    """One network at all sizes, as a cascade that is trained side by side; the smaller learn from the largest too."""
-    frozen = {size: folder / f"frozen-single-{size}" for size in plan.sizes}
+def joint_config(plan: Plan, config: RunConfig, folder: Path, device: torch.device, images: int) -> RunConfig:
+    """One network at all sizes, as a cascade that is trained side by side; the smaller learn from the largest too.
+
+    Heads begin as linear probes: those that are there, unless they were fitted to what is held out now.
+    """
+    there = plan.frozen and not plan.folds
     members: list[dict[str, Any]] = []
     for size in plan.sizes:
         own = single_config(plan.backbone, config, size)
-        begins = str(frozen[size].resolve()) if is_written(frozen[size]) else own.pretrained
+        begins = str((folder / f"frozen-single-{size}").resolve()) if there else own.pretrained
         members.append({"name": own.name, "overrides": own.overrides, "pretrained": begins})
     if len(members) == 1:
         model = replace(single_config(plan.backbone, config, plan.sizes[0]), pretrained=members[0]["pretrained"])
@@ -312,23 +316,21 @@ def joint_config(plan: Plan, config: RunConfig, folder: Path, device: torch.devi
         overrides: dict[str, Any] = {"members": members, "image_sizes": list(plan.sizes)}
         model = ModelConfig("cascade", config.model.num_classes, False, overrides)
     data, objective = config.data, config.objective if len(members) > 1 else without_exits(config.objective)
-    if device.type == "cuda" and data.augmentation == "crop" and _fits_gpu(config, plan.sizes[-1]):
+    if device.type == "cuda" and data.augmentation == "crop" and _fits_gpu(images, plan.sizes[-1]):
         options = {key: value for key, value in data.augmentation_options.items() if key in ("scale", "flip")}
         data = replace(data, augmentation="device-crop", augmentation_options=options)
-    probe = not is_written(frozen[plan.sizes[0]])  # else the heads are linear probes already
-    return _for_epochs(replace(config, model=model, data=data, objective=objective), plan.epochs, probe)
+    return _for_epochs(replace(config, model=model, data=data, objective=objective), plan.epochs, not there, images)
 
 
-def exits_config(plan: Plan, config: RunConfig, joint: RunConfig, single: Path) -> RunConfig:
+def exits_config(plan: Plan, config: RunConfig, joint: RunConfig, single: Path, images: int) -> RunConfig:
     """Exits on the fine-tuned network, all of it trained on for some more epochs."""
     size = {"image_size": plan.sizes[-1]}
     model = ModelConfig(plan.backbone, config.model.num_classes, str(single.resolve()), config.model.overrides | size)
-    return _for_epochs(replace(joint, model=model), max(1, round(EXIT_EPOCHS * plan.epochs)), probe=False)
+    return _for_epochs(replace(joint, model=model), max(1, round(EXIT_EPOCHS * plan.epochs)), False, images)
 
 
-def _for_epochs(config: RunConfig, epochs: int, probe: bool) -> RunConfig:
+def _for_epochs(config: RunConfig, epochs: int, probe: bool, images: int) -> RunConfig:
     """So many epochs, with a batch and a warm-up that suit the number of images."""
-    images = read_data(config).size("train")
     few = max(LEAST_BATCH, images // 8 * 2)  # at least four loader batches an epoch, where there are enough
     batch = min(config.train.batch, few, images // 2 * 2)
     steps = epochs * max(1, images // batch)
@@ -343,5 +345,6 @@ def _for_epochs(config: RunConfig, epochs: int, probe: bool) -> RunConfig:
     return replace(config, train=train)
 
 
-def _fits_gpu(config: RunConfig, size: int) -> bool:
-    return read_data(config).size("train") * 3 * (1.25 * size) ** 2 < KEPT_BYTES
+def _fits_gpu(images: int, size: int) -> bool:
+    """Whether all photos can lie on a GPU, as squares somewhat larger than what is cut from them."""
+    return images * 3 * (1.25 * size) ** 2 < KEPT_BYTES

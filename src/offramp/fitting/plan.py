@@ -200,10 +200,12 @@ def _epochs_within(seconds: float, plan: Plan, images: Mapping[str, int], rates:
 
 
 def _on_gpu(plain: Plan, images: Mapping[str, int], rates: Rates, limits: Limits) -> Plan:
-    """Fine-tuning, by folds where there are few images; frozen features only where there is no time for one epoch."""
+    """Fine-tuning. Where there are few images, by folds, and frozen features beside it; these alone without time."""
     few = images["train"] + images["calibration"] <= TUNED_BY_FOLDS
     few = few and not limits.promise and not limits.asked_split
-    tuned = replace(plain, frozen=False, folds=0, epochs=EPOCHS if limits.epochs is None else limits.epochs)
+    tuned = replace(
+        plain, frozen=few, folds=plain.folds if few else 0, epochs=EPOCHS if limits.epochs is None else limits.epochs
+    )
     if not tuned.epochs:
         return _timed(plain, images, rates)
     for folds in (FOLDS, 0) if few else (0,):

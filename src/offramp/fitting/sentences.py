@@ -42,7 +42,7 @@ def plan_sentences(plan: Plan, asked: str, time_s: float | None) -> list[str]:
         exits = max(1, round(EXIT_EPOCHS * plan.epochs))
         more = f", {exits} more for the exits" if "exits" in plan.families else ""
         folds = f", {plan.tuned_folds} times by folds and once more for what is shipped" if plan.tuned_folds else ""
-        way.append(f"{plan.epochs} epochs of fine-tuning{more}{folds}")
+        way.append(f"{plan.epochs} epoch{'' if plan.epochs == 1 else 's'} of fine-tuning{more}{folds}")
     said = [
         f"network: {plan.backbone} at {sizes} pixels; {', then '.join(way)}",
         f"tried: {_listed([FAMILIES[family] for family in plan.families])}",
