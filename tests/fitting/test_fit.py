@@ -1,105 +1,280 @@
-"""One command from a folder of images to a bundle and a report, and again from where it stopped."""
+"""One command from a folder of photos to a bundle and a report, and again from where it stopped."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from PIL import Image
 
-from helpers.runs import call
+import offramp.fitting.networks as networks
+from helpers.runs import SMALL_RUN, call
 from offramp import load_bundle
-from offramp.common.formatting import millions
-from offramp.fitting.fit import configuration, typical_side
+from offramp.common.signals import Stopped
+from offramp.fitting.features import answers, fitted
+from offramp.fitting.fit import starting_config, stopped_in_own_words
+from offramp.fitting.recipes import recipe_config
+from offramp.measuring.confidence import Predictions
+from offramp.measuring.policy import outcome, read_policies
 from offramp.running.labelled import evaluate_bundle, images_of_folder
+from offramp.runs.folder import read_config
+from offramp.runs.outputs import read_outputs
 from offramp.runs.recipe import load_recipe
 
-SMALL = (
-    "model.name=msdnet-tiny",
-    "model.overrides={blocks=[1, 1], base_width=4, growth=4}",
-    "train.epochs=2",
-    "data.workers=0",
-)
+TINY = ("--backbone", "timm/test_efficientnet", "--set", "model.pretrained=false", "--set", "data.workers=0")
+SIZES = ("--set", "model.overrides.image_size=64", "--set", "model.overrides.exits=2", "--format", "torch")
 
 
-def test_from_a_folder_to_a_bundle_and_again(
+def read(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def files_of(out: Path) -> dict[str, int]:
+    """When every network and every array was written."""
+    kept = [
+        *out.glob("networks/*/model.safetensors"),
+        *out.glob("features/*/*.npz"),
+        *out.glob("networks/*/eval/*.json"),
+    ]
+    return {str(path): path.stat().st_mtime_ns for path in kept}
+
+
+def test_from_photos_to_a_bundle_and_again(
     tmp_path: Path,
     image_folder: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    images = image_folder(classes=3, train=30, val=8)
-    words = [word for setting in SMALL for word in ("--set", setting)]
-    out = tmp_path / "fitted"
-    assert call(monkeypatch, "fit", images, "--out", out, *words) == 0
+    images, out = image_folder(classes=3, train=20, val=8), tmp_path / "fitted"
+    assert call(monkeypatch, "fit", images, "--out", out, *TINY, *SIZES) == 0
     said = capsys.readouterr().out
-    assert "% on the calibration split at " in said and "The bundle's policy has " in said
-    assert str(out / "report.html") in said and (out / "report.html").is_file()
-    weights, log = ((out / "run" / name).read_bytes() for name in ("model.safetensors", "metrics.jsonl"))
-    logits = (out / "run/eval/test/logits.npy").stat().st_mtime_ns
+    assert "84 images of 3 classes, 28 each" in said and "warning: 24 test images" in said
+    assert "at 32 and 64 pixels; frozen features with linear heads, chosen on by 5 folds" in said
+    assert "about 1 minute" in said and "choosing on 60 held-out images" in said
+    found = read(out / "fit.json")
+    assert said.rstrip().endswith(found["sentence"])  # the last thing that is said
+    assert (found["folder"], found["unit"], found["held_out"]["samples"]) == ("images", "mul_adds", 60)
+    assert [family["family"] for family in found["families"]] == ["single", "single", "cascade", "cascade", "exits"]
+    for family in found["families"]:
+        assert (out / family["run"] / "eval/calibration/logits.npy").is_file()
+        for point in family["points"]:
+            assert point["interval"][0] <= point["top1"] <= point["interval"][1] + 1e-9 and point["mul_adds"] > 0
+    assert len(found["families"][0]["points"]) == 1 < len(found["families"][2]["points"])
+    chosen = next(f for f in found["families"] if f["name"] == found["chosen"]["name"])
+    assert chosen["run"] == found["chosen"]["run"] and found["chosen"]["point"] < len(chosen["points"])
+    assert found["test"]["samples"] == 24 and len(found["warnings"]) == 1
+    assert (out / "report.html").is_file()
+
     bundle = load_bundle(out / "bundle")
     assert bundle.classes == ("class0", "class1", "class2")
-    assert json.loads((out / "run/config.json").read_text())["weighting"]["name"] == "learned"
-    budget = (bundle.costs[0] + bundle.costs[1]) / 2
-    assert call(monkeypatch, "fit", images, "--out", out, "--budget", f"{budget:.0f}", *words) == 0
-    assert (out / "run/model.safetensors").read_bytes() == weights  # neither trained nor evaluated again
-    assert (out / "run/metrics.jsonl").read_bytes() == log
-    assert (out / "run/eval/test/logits.npy").stat().st_mtime_ns == logits
-    fitted = load_bundle(out / "bundle")
-    assert fitted.policies.policy.mul_adds <= budget
-    score = evaluate_bundle(fitted, images_of_folder(fitted, images, "test"))  # the same images, really leaving
-    assert f"has {100 * score.policy.top1:.1f} % of the test images right at {millions(score.policy.cost)} " in (
-        capsys.readouterr().out
+    score = evaluate_bundle(bundle, images_of_folder(bundle, images, "test"))  # the same images, really leaving
+    assert score.policy.top1 == pytest.approx(found["test"]["top1"]) and score.samples == 24
+    assert score.policy.cost == pytest.approx(found["test"]["mul_adds"])
+    assert f"{100 * score.policy.top1:.1f} % of 24 test images right (95 % interval" in found["sentence"]
+
+    before = files_of(out)
+    smallest = min(point["mul_adds"] for point in found["families"][1]["points"])
+    assert call(monkeypatch, "fit", images, "--out", out, "--budget", f"{smallest:.0f}", *TINY, *SIZES) == 0
+    assert files_of(out) == before  # neither trained nor evaluated again
+    asked = read(out / "fit.json")
+    assert asked["chosen"]["family"] in ("single", "cascade") and asked["test"]["mul_adds"] <= smallest * 1.001
+    sentence = asked["sentence"]
+    assert re.search(
+        r"takes [\d.]+ ms per image on this machine, [\d.]+ times as fast as the single network at 64 px", sentence
     )
-    assert call(monkeypatch, "predict", out / "bundle", images / "val") == 0
+
+    words = ("--budget-ms", "1000", "--threads", "1", "--batch", "2")
+    assert call(monkeypatch, "fit", images, "--out", out, *words, *TINY, *SIZES) == 0
+    assert files_of(out) == before
+    timed = read(out / "fit.json")
+    assert timed["unit"] == "ms" and all(p["ms"] > 0 for family in timed["families"] for p in family["points"])
+    assert "1000 ms per image on this machine" in timed["asked"] and "2 images at a time" in timed["test"]["timed_with"]
+    assert timed["test"]["ms"] > 0 and timed["test"]["reference_ms"] > 0
     capsys.readouterr()
-    for name in ("x", "y"):  # the batch would follow from how many there are
-        for label in range(3):
-            shutil.copy(images / f"train/class{label}/train000.png", images / f"train/class{label}/{name}.png")
-    assert call(monkeypatch, "fit", images, "--out", out, *words) == 2
-    assert "was trained on other data" in capsys.readouterr().err
+
+    assert call(monkeypatch, "predict", out / "bundle", images / "val") == 0
+    assert call(monkeypatch, "fit", images, "--out", out, *TINY, *SIZES, "--quick") == 2
+    assert "was begun with other quick" in capsys.readouterr().err
+    for label in range(3):
+        shutil.copy(images / f"train/class{label}/train000.png", images / f"train/class{label}/x.png")
+    assert call(monkeypatch, "fit", images, "--out", out, *TINY, *SIZES) == 2
+    assert "was begun with other data" in capsys.readouterr().err
 
 
-def test_nothing_of_anybody_elses_is_removed(
+def test_fine_tuning_shares_one_run(
     tmp_path: Path,
     image_folder: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    images = image_folder(classes=2, train=10, val=2)
+    """Singles and cascades come apart from one run, exits start from the single network; all answer as saved."""
+    images, out = image_folder(classes=2, train=20, val=5), tmp_path / "fitted"
+    epochs = ("--set", "train.epochs=1", "--set", "train.batch=8", "--set", "data.augmentation=device-crop", "--anyway")
+    assert call(monkeypatch, "fit", images, "--out", out, *TINY, *SIZES, *epochs) == 0
+    said = capsys.readouterr().out
+    assert "then 1 epoch of fine-tuning, 1 more for the exits" in said
+    names = [family["name"] for family in read(out / "fit.json")["families"]]
+    assert names[0] == "64 px" and "64 px, frozen" in names and "exits at 64 px" in names
+    joint = read_config(out / "networks/joint")
+    assert joint.model.name == "cascade" and joint.data.options == {"folds": 5, "fold": 1}
+    assert joint.objective.name == "distillation" and joint.train.epochs == 1
+    members = joint.model.overrides["members"]  # not the frozen networks, which have seen what is held out here
+    assert [member["pretrained"] for member in members] == [False, False] and joint.train.probe
+    exits = read_config(out / "networks/tuned-exits-64")
+    assert str(exits.model.pretrained).endswith("tuned-single-64")
+    both = read_outputs(out / "networks/tuned-cascade-32-64", "test")
+    single = read_outputs(out / "networks/tuned-single-64", "test")
+    np.testing.assert_allclose(both.logits[1], single.logits[0], atol=1e-4)  # its last stage is the single network
+    summed = read_outputs(out / "networks/tuned-cascade-32-64-summed", "test")
+    np.testing.assert_allclose(summed.logits[1], both.logits.sum(0), atol=1e-4)
+
+
+def test_one_network_is_a_bundle_like_any_other(
+    tmp_path: Path,
+    image_folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A plain network has one exit: everybody leaves there, in every verb."""
+    images, out = image_folder(classes=2, train=12, val=4), tmp_path / "fitted"
+    assert call(monkeypatch, "fit", images, "--out", out, *TINY, "--quick") == 0
+    found = read(out / "fit.json")
+    assert [family["family"] for family in found["families"]] == ["single"] and found["chosen"]["point"] == 0
+    assert "the single network at 32 px itself" in found["sentence"]
+    assert len(load_bundle(out / "bundle").costs) == 1
+    capsys.readouterr()
+    assert call(monkeypatch, "predict", out / "bundle", images / "val", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["shares"] == [1.0]
+    assert call(monkeypatch, "eval", out / "bundle", "--data", "imagefolder", "--data-dir", images) == 0
+    assert call(monkeypatch, "report", out / found["chosen"]["run"], "--out", tmp_path / "again.html") == 0
+    assert call(monkeypatch, "calibrate", out / found["chosen"]["run"]) == 0
+    assert call(monkeypatch, "bench", "infer", out / "bundle", "--batch", "1", "--repeats", "1") == 0
+
+
+def test_held_out_images_are_judged_by_networks_that_have_not_seen_them(
+    tmp_path: Path, image_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With labels that mean nothing, a head knows what it was fitted to by heart, and of the rest nothing."""
+    draw = np.random.default_rng(0)
+    features, labels = draw.normal(size=(200, 300)).astype(np.float32), draw.integers(0, 4, 200)
+    folds = np.arange(200) % 5 + 1
+    head = fitted(features, labels, folds, 4)
+    assert (answers(head, features).argmax(1) == labels).mean() > 0.95
+    assert (answers(head, features, folds).argmax(1) == labels).mean() < 0.4
+
+
+def test_whole_networks_by_folds(tmp_path: Path, image_folder: Callable[..., Path]) -> None:
+    """Each image is judged by the network of its fold; what is shipped was trained on all of them."""
+    from offramp.fitting.plan import Plan
+
+    images = image_folder(classes=2, train=12, val=4)
+    settings = ("model.pretrained=false", "data.workers=0", "train.batch=4")
+    config = starting_config(images, "timm/test_efficientnet", settings)
+    plan = Plan("timm/test_efficientnet", (32,), ("single",), False, 0, 1, 2, "fifth", 0.0, 1.0)
+    (found,) = networks.train_networks(plan, config, tmp_path / "out", networks.torch.device("cpu"))
+    held = read_outputs(found.run, "calibration")
+    assert sorted(held.index.tolist()) == list(range(24))
+    for fold in (1, 2):
+        own = read_outputs(tmp_path / f"out/folds/{fold}/tuned-single-32", "calibration")
+        rows = np.searchsorted(held.index, own.index)
+        assert len(rows) == 12 and np.array_equal(held.logits[:, rows], own.logits)
+    assert read_config(found.run).data.calibration == 0
+
+
+def test_a_promise(tmp_path: Path, image_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is about one network, so a fifth of the images is held out of its training, and nothing is done by folds."""
+    images, out = image_folder(classes=2, train=40, val=5), tmp_path / "promised"
+    assert call(monkeypatch, "fit", images, "--out", out, "--risk", "0.4", "--probability", "0.6", *TINY, *SIZES) == 0
+    found = read(out / "fit.json")
+    assert found["held_out"] == {"samples": 16, "folds": 0} and "with probability 0.6" in found["asked"]
+    assert found["chosen"]["family"] != "single" and "summed" not in found["chosen"]["run"]
+    promise = read_policies(out / found["chosen"]["run"] / "policy.json").policy.promise
+    assert promise is not None and (promise.risk, promise.samples) == (0.4, 8)
+
+
+def test_stopped_it_says_how_to_go_on(
+    tmp_path: Path,
+    image_folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    images, out = image_folder(classes=2, train=10, val=3), tmp_path / "fitted"
+    real, calls = networks.extract, []
+
+    def interrupted(*args: Any) -> None:
+        calls.append(args[2])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        real(*args)
+
+    words = ("fit", images, "--out", out, *TINY, "--quick", "--format", "torch")
+    monkeypatch.setattr(networks, "extract", interrupted)
+    assert call(monkeypatch, *words) == 130
+    said = capsys.readouterr().err
+    assert "the same command goes on from there: offramp fit" in said and "--resume" not in said
+    kept = out / "features/32/train.npz"
+    written = kept.stat().st_mtime_ns
+    monkeypatch.setattr(networks, "extract", real)
+    assert call(monkeypatch, *words) == 0 and kept.stat().st_mtime_ns == written
+    with pytest.raises(Stopped, match="the same command goes on") as stopped, stopped_in_own_words(out):
+        raise Stopped(15, "stopped at step 3, saved; go on with the same command and --resume")
+    assert stopped.value.signum == 15 and "--resume" not in str(stopped.value)
+
+
+def test_a_recipe_is_trained_as_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [word for setting in SMALL_RUN for word in ("--set", setting)]
+    out = tmp_path / "fitted"
+    assert call(monkeypatch, "fit", "digits-learned", "--out", out, *words) == 0
+    said = capsys.readouterr().out
+    assert "% on the calibration split at " in said and "The bundle's policy has " in said
+    weights = (out / "run/model.safetensors").read_bytes()
+    bundle = load_bundle(out / "bundle")
+    budget = (bundle.costs[0] + bundle.costs[1]) / 2
+    assert call(monkeypatch, "fit", "digits-learned", "--out", out, "--budget", f"{budget:.0f}", *words) == 0
+    assert (out / "run/model.safetensors").read_bytes() == weights
+    policies, saved = load_bundle(out / "bundle").policies, read_outputs(out / "run", "test")
+    assert policies.policy.mul_adds <= budget
+    tested = outcome(Predictions.of(saved.logits, saved.labels), policies.policy.thresholds, policies.costs)
+    assert f"has {100 * tested.top1:.1f} % of the test images right" in capsys.readouterr().out
+    assert call(monkeypatch, "fit", "digits-learned", "--out", out, "--quick", *words) == 2
+    assert "for folders of photos, not for recipes" in capsys.readouterr().err
+    assert call(monkeypatch, "fit", "digits-learned", "--out", tmp_path / "new", "--budget", "1k", *words) == 2
+    assert "the network is msdnet-tiny, which takes" in capsys.readouterr().err
+
+
+def test_mistakes_are_told_before_anything_is_trained(
+    tmp_path: Path,
+    image_folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    images, new = image_folder(classes=2, train=10, val=2), tmp_path / "new"
     (tmp_path / "fitted/bundle").mkdir(parents=True)
     (tmp_path / "fitted/bundle/precious.txt").write_text("mine")
-    assert call(monkeypatch, "fit", images, "--out", tmp_path / "fitted") == 2
-    assert "is not a bundle" in capsys.readouterr().err and (tmp_path / "fitted/bundle/precious.txt").is_file()
-    assert call(monkeypatch, "fit", images, "--out", tmp_path / "new", "--format", "onxn") == 2
-    assert "did you mean 'onnx'" in capsys.readouterr().err
-    assert call(monkeypatch, "fit", images, "--out", tmp_path / "new", "--budget", "1M") == 2
-    said = capsys.readouterr().err
-    assert "is below exit 1's cost" in said and "the network is msdnet5, which takes 6.8" in said
-    assert call(monkeypatch, "fit", images, "--out", tmp_path / "new", "--set", "data.calibration=0") == 2
-    assert "a policy needs a calibration split" in capsys.readouterr().err
-    assert call(monkeypatch, "fit", images, "--out", images / "fitted") == 2
-    assert "lies inside" in capsys.readouterr().err and not (tmp_path / "new").exists()
-
-
-def test_the_network_suits_the_images(tmp_path: Path, image_folder: Callable[..., Path]) -> None:
-    small = configuration(str(image_folder(classes=2, train=40, val=2)))
-    assert (small.model.name, small.data.image_size, small.data.name) == ("msdnet5", 32, "imagefolder")
-    assert small.weighting.name == "learned" and 2 <= small.train.batch <= 20 and small.train.batch % 2 == 0
-    assert configuration("digits-learned") == load_recipe("digits-learned").config
+    for words, sentence in (
+        (("--out", tmp_path / "fitted"), "is not a bundle"),
+        (("--out", new, "--format", "onxn"), "did you mean 'onnx'"),
+        (("--out", new, "--time", "soon"), "--time must be a time such as 20m"),
+        (("--out", new, "--batch", "0"), "--batch must be 1 or more"),
+        (("--out", new, "--budget", "1M", "--risk", "0.1"), "ask for one thing at a time"),
+        (("--out", new, "--backbone", "resnet18"), "timm/resnet18 or torchvision/resnet18"),
+        (("--out", new, "--backbone", "timm/resnet1"), "resnet1"),
+        (("--out", new, "--set", "data.calibration=0"), "a choice needs images held out"),
+        (("--out", new, *TINY, "--budget", "10"), "below what the network costs at 32 pixels"),
+        (("--out", images / "fitted"), "lies inside"),
+    ):
+        assert call(monkeypatch, "fit", images, *words) == 2
+        assert sentence in capsys.readouterr().err, words
+    assert (tmp_path / "fitted/bundle/precious.txt").is_file() and not new.exists()
     with pytest.raises(ValueError, match="nothing is no folder of images here, and no recipe"):
-        configuration("nothing")
+        recipe_config("nothing")
     with pytest.raises(ValueError, match="did you mean 'digits-learned'"):
-        configuration("digits-learnd")
-
-
-def test_how_large_images_are_is_told_from_their_heads(tmp_path: Path) -> None:
-    """Whatever the limit on pixels is, which has its own setting."""
-    Image.new("1", (6000, 5000)).save(tmp_path / "large.png")
-    (tmp_path / "broken.png").write_bytes(b"no image")
-    assert typical_side([tmp_path / "large.png", tmp_path / "broken.png"]) == 5000
-    with pytest.raises(ValueError, match="none of the images that were tried can be read"):
-        typical_side([tmp_path / "broken.png"])
+        recipe_config("digits-learnd")
+    assert recipe_config("digits-learned") == load_recipe("digits-learned").config

@@ -142,30 +142,61 @@ def serve_command(
 
 @verbs.command("fit")
 def fit_command(
-    source: Annotated[str, typer.Argument(help="A folder with a folder of images per class, or a recipe.")],
-    out: Annotated[Path, typer.Option(help="Folder for the run, the bundle and the report.")],
+    source: Annotated[str, typer.Argument(help="A folder with a folder of photos per class, or a recipe.")],
+    out: Annotated[Path, typer.Option(help="Folder for the networks, the bundle and the report.")],
     budget: Budget = None,
-    max_drop_points: Annotated[
-        float | None, typer.Option(help="The cheapest policy within so many points of the whole network.")
+    budget_ms: Annotated[
+        float | None, typer.Option(help="Mean milliseconds allowed per image, as measured on this machine.")
     ] = None,
+    max_drop_points: Annotated[
+        float | None, typer.Option(help="The cheapest within so many points of the single network; default: 0.5.")
+    ] = None,
+    risk: Annotated[
+        float | None, typer.Option(help="Largest share of images lost: wrong, though the single network is right.")
+    ] = None,
+    probability: Annotated[float, typer.Option(help="With which the promise about --risk holds.")] = 0.95,
+    time: Annotated[str | None, typer.Option(help="How long it may take, about: 20m, 2h.", metavar="TIME")] = None,
+    backbone: Annotated[
+        str | None,
+        typer.Option(help="The network to start from, timm/NAME or torchvision/NAME; default: EfficientNet-Lite0."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Train one plain network and try nothing else.")] = False,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Trust what too few images say about what is lost.")] = False,
+    batch: Annotated[int, typer.Option(help="Images that will be answered together; times are for that.")] = 1,
+    threads: Annotated[int | None, typer.Option(help="Threads that will answer; default: one per core.")] = None,
     format: Format = None,
     settings: Settings = None,
     device: Device = "auto",
 ) -> None:
-    """Train, evaluate, calibrate, export and report in one go; called again, it goes on where it was.
+    """Turn a folder of photos into the best network for what is asked; called again, it goes on where it was.
 
-    For example: offramp fit photos --out fitted
+    For example: offramp fit photos --out fitted --time 20m
+
+    docs/fit.md explains it from the start. With a recipe, that is trained, evaluated, calibrated and exported.
     """
     from offramp.cli.tables import policy_table
     from offramp.fitting.fit import fit
+    from offramp.fitting.timing import Serving
     from offramp.measuring.calibrate import PolicyRequest
 
     wanted = None if budget is None else parse_count(budget, "--budget")
-    request = PolicyRequest(budget_mul_adds=wanted, max_drop_points=max_drop_points)
-    found = fit(source, out, request, format=format, settings=tuple(settings or ()), device=device)
+    request = PolicyRequest(None, wanted, budget_ms, max_drop_points, risk, probability)
+    found = fit(
+        source,
+        out,
+        request,
+        backbone=backbone,
+        time=time,
+        quick=quick,
+        anyway=anyway,
+        serving=Serving(format, "cpu" if device == "cpu" else "auto", batch, threads),
+        settings=tuple(settings or ()),
+        device=device,
+    )
     print_table(*policy_table(found.policies))
-    say(f"{found.answer}\nrun: {found.run}\nbundle: {found.bundle}\nreport: {found.report.page}")
-    say(f"next: {command('predict', found.bundle, 'IMAGES')}")
+    say(f"run: {found.run}\nbundle: {found.bundle}\nreport: {found.report.page}")
+    say(f"next: {command('predict', found.bundle, 'IMAGES')}\n")
+    say(found.sentence)
 
 
 @verbs.command("predict")

@@ -10,7 +10,7 @@ import copy
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -30,6 +30,7 @@ from offramp.data.dataset import Batch, Dataset, Shuffle, register_dataset
 from offramp.data.device_photos import DeviceCrop
 from offramp.data.listing import FileSplit, FolderListing, Unreadable, list_folder
 from offramp.data.photos import PhotoAugmentation, Transform
+from offramp.data.splits import fold_numbers
 
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
@@ -46,14 +47,42 @@ def load_imagefolder(
     calibration: int | None = None,
     workers: int | None = None,
     max_pixels: int = MAX_PIXELS,
+    folds: int | None = None,
+    fold: int = 1,
 ) -> ImageFolderDataset:
     """Read the folder's file names; images are opened as they are needed.
 
     `calibration` None holds out a tenth of every class, `workers` None takes as many as there are cores, four at most.
+    With `folds`, what is not tested on is parted into so many, and the one with the number `fold` is held out instead.
     """
     listed = list_folder(data_dir, seed, calibration)
+    if folds is not None:
+        listed = with_fold(listed, folds, fold, seed)
     own = Preprocessing(image_size, round(image_size * 256 / 224), MEAN, STD)
     return ImageFolderDataset(listed, own, usable_workers(workers), max_pixels)
+
+
+def with_fold(listed: FolderListing, folds: int, fold: int, seed: int) -> FolderListing:
+    """The same files with one of several folds held out in place of the calibration split."""
+    if not 1 <= fold <= folds:
+        raise ValueError(f"data.options.fold must lie between 1 and {folds}, got {fold}")
+    everything = not_tested_on(listed)
+    held = fold_numbers(everything.labels, folds, seed) == fold
+    if not held.any():
+        raise ValueError(f"{len(held)} images cannot be parted into {folds} folds; add some")
+    parts = {"train": everything.take(np.flatnonzero(~held)), "calibration": everything.take(np.flatnonzero(held))}
+    return replace(listed, splits={**listed.splits, **parts})
+
+
+def not_tested_on(listed: FolderListing) -> FileSplit:
+    """All that training draws from, the calibration split included, in the folder's order."""
+    train, held = listed.splits["train"], listed.splits["calibration"]
+    both = FileSplit(
+        (*train.paths, *held.paths),
+        np.concatenate([train.labels, held.labels]),
+        np.concatenate([train.index, held.index]),
+    )
+    return both.take(np.argsort(both.index, kind="stable"))
 
 
 def usable_workers(asked: int | None) -> int:

@@ -25,6 +25,19 @@ def hold_out_share(labels: np.ndarray, share: float, seed: int, what: str) -> tu
     return _hold_out(labels, {c: max(1, round(share * n)) for c, n in sizes.items() if n}, draw, what)
 
 
+def fold_numbers(labels: np.ndarray, folds: int, seed: int) -> np.ndarray:
+    """A number from 1 to `folds` for every sample; each class is spread over them as evenly as it can be."""
+    if folds < 2:
+        raise ValueError(f"folds must be 2 or more, got {folds}")
+    draw = np.random.default_rng(mix(seed, "folds"))
+    found, begun = np.zeros(len(labels), np.int64), 0
+    for label in np.unique(labels).tolist():
+        rows = draw.permutation(np.flatnonzero(labels == label))
+        found[rows] = (begun + np.arange(len(rows))) % folds + 1
+        begun += len(rows)
+    return found
+
+
 def _hold_out(
     labels: np.ndarray, takes: dict[int, int], draw: np.random.Generator, what: str
 ) -> tuple[np.ndarray, np.ndarray]:

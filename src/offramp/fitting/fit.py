@@ -1,60 +1,76 @@
-"""`offramp fit`: from a folder of images, or a recipe, to a bundle and a report in one command.
+"""`offramp fit`: a folder of photos and what is wanted go in, the best network for it comes out, as a bundle.
 
-Every step writes the folder that the next one reads, so a run that was stopped goes on where it was: training
-resumes, what is evaluated is not evaluated again, and the cheap steps are repeated.
+It looks at the folder, plans by a short measurement, trains the plan's networks, chooses on held-out images, and says
+what the choice does on the test split, which is used for nothing else. Every step writes the folder that the next one
+reads, so that the same command goes on where it was stopped.
 """
 
 from __future__ import annotations
 
-import shutil
-from dataclasses import dataclass
+import shlex
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
-from offramp.common.formatting import millions
-from offramp.common.images import UnreadableImage, open_image
-from offramp.common.names import meant, unknown
-from offramp.common.pretrained import is_bundle
-from offramp.data import load_dataset
-from offramp.data.imagefolder import load_imagefolder
-from offramp.measuring.calibrate import PolicyRequest, calibrate_run
+from offramp.common.console import say
+from offramp.common.device import pick_device
+from offramp.common.files import read_json, write_json
+from offramp.common.names import unknown
+from offramp.common.pretrained import DEFAULT_BACKBONE, is_bundle
+from offramp.common.signals import Stopped
+from offramp.data import prepared_for
+from offramp.data.imagefolder import ImageFolderDataset
+from offramp.fitting.choice import Choice, Network, Point, choose, common_rows, families_json, points, unit_of
+from offramp.fitting.fitted import Fitted, replace_bundle, right_on_test, same_bundle, tested_outcome
+from offramp.fitting.looking import Look, look_at
+from offramp.fitting.networks import Candidate, read_data, single_config, train_networks
+from offramp.fitting.plan import (
+    STEP,
+    Limits,
+    Plan,
+    decide,
+    largest_size,
+    measure_rates,
+    parse_duration,
+    sizes_below,
+)
+from offramp.fitting.recipes import TIMES, fit_recipe
+from offramp.fitting.sentences import (
+    Tested,
+    asked_sentence,
+    final_sentence,
+    found_sentences,
+    needed_words,
+    plan_sentences,
+)
+from offramp.fitting.timing import Serving, by_turns, stage_table
+from offramp.measuring.calibrate import PolicyRequest, calibrate_run, stage_times
 from offramp.measuring.confidence import Predictions
-from offramp.measuring.policy import Outcome, Policies, check_budget, outcome
+from offramp.measuring.intervals import proportion_interval
+from offramp.measuring.policy import Policies
 from offramp.models.cost import exit_costs
-from offramp.reporting.report import Report, write_report
+from offramp.models.exits import ExitNet
+from offramp.models.libraries import is_library_name, libraries_with
+from offramp.models.registry import load_model
+from offramp.reporting.report import write_report
 from offramp.running.bundle import FORMATS
-from offramp.running.export import export_run
 from offramp.runs.config import RunConfig, with_settings
-from offramp.runs.outputs import EVAL, SUMMARY, read_outputs, read_summary
-from offramp.runs.recipe import list_recipes, load_recipe
-from offramp.training.evaluate import evaluate_run
-from offramp.training.train import fit_to_data, new_model, train_run
+from offramp.runs.folder import read_config
+from offramp.runs.outputs import read_outputs, read_summary
+from offramp.runs.recipe import load_recipe
+from offramp.training.train import new_model
 
-SMALL_PIXELS = 64  # folders of images up to this side get the small network
-LOOKED_AT = 25  # images, to tell how large they are
-ANY_SIZE = 1 << 40  # pixels
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """Where everything went, the bundle's policies, and what the chosen one does on the test split."""
-
-    run: Path
-    bundle: Path
-    policies: Policies
-    tested: Outcome
-    report: Report
-
-    @property
-    def answer(self) -> str:
-        """The one sentence."""
-        whole = read_summary(self.run).exits["test"][-1]
-        return (
-            f"The bundle's policy has {100 * self.tested.top1:.1f} % of the test images right at "
-            f"{millions(self.tested.cost)} mul-adds per image; the whole network has {100 * whole.top1:.1f} % at "
-            f"{millions(whole.mul_adds)}."
-        )
+RECIPE = "photos-exits"  # how photos are fine-tuned
+PLAN, RESULT = "plan.json", "fit.json"
+LEAST_IMAGES = 8
+RESUMED = "the same command with --resume"
 
 
 def fit(
@@ -62,36 +78,58 @@ def fit(
     out: str | Path,
     request: PolicyRequest | None = None,
     *,
-    format: str | None = None,
+    backbone: str | None = None,
+    time: str | None = None,
+    quick: bool = False,
+    anyway: bool = False,
+    serving: Serving | None = None,
     settings: tuple[str, ...] = (),
     device: str = "auto",
 ) -> Fitted:
-    """Train with learned weights, evaluate, calibrate, export and report, going on from what is there."""
-    out = Path(out)
-    run, bundle = out / "run", out / "bundle"
-    _refuse_mistakes(source, out, bundle, format)
-    config = with_settings(configuration(source), settings)
-    if config.data.calibration == 0:
-        raise ValueError("a policy needs a calibration split; leave data.calibration alone, or ask for some images")
-    if request is not None and request.budget_mul_adds is not None:
-        _check_budget(request.budget_mul_adds, config)
-    train_run(config, run, device=device, resume=True)
-    if not (run / EVAL / SUMMARY).is_file():
-        evaluate_run(run, device=device)
-    policies = calibrate_run(run, request)
-    _replace(bundle, export_run(run, fresh_folder(out / "bundle.new"), format=format))
-    return Fitted(run, bundle, policies, _tested(run, policies), write_report([run], out / "report.html"))
+    """From a folder of photos, or a recipe, to a bundle and a report; what an earlier call has done is gone on from."""
+    out, request, serving = Path(out), request or PolicyRequest(), serving or Serving()
+    _refuse_mistakes(source, out, serving.format)
+    with stopped_in_own_words(out):
+        if not Path(source).is_dir():
+            if backbone or time or quick or anyway:
+                raise ValueError("--backbone, --time, --quick and --anyway are for folders of photos, not for recipes")
+            return fit_recipe(source, out, request, serving, settings, device)
+        config = starting_config(Path(source), backbone, settings)
+        limits = Limits(
+            None if time is None else parse_duration(time),
+            quick,
+            _asked_epochs(settings, config),
+            request.risk is not None,
+            config.data.calibration is not None,
+        )
+        return _FolderFit(Path(source), out, config, request, limits, serving, pick_device(device)).run(
+            settings, anyway
+        )
 
 
-def _tested(run: Path, policies: Policies) -> Outcome:
-    """The chosen policy on the test split, from the saved outputs."""
-    saved = read_outputs(run, "test")
-    given = Predictions.of(saved.logits, saved.labels, policies.measure, policies.temperatures)
-    return outcome(given, policies.policy.thresholds, policies.costs)
+@contextmanager
+def stopped_in_own_words(out: Path) -> Iterator[None]:
+    """However it is stopped, what is done is kept, and the same command goes on."""
+    try:
+        yield
+    except Stopped as stopped:
+        raise Stopped(stopped.signum, _how_to_go_on(out)) from stopped
+    except KeyboardInterrupt as stopped:
+        raise Stopped(signal.SIGINT, _how_to_go_on(out)) from stopped
+    except OSError as error:
+        if RESUMED not in str(error):
+            raise
+        raise OSError(str(error).replace(RESUMED, "the same command")) from error  # fit has no such option
 
 
-def _refuse_mistakes(source: str, out: Path, bundle: Path, format: str | None) -> None:
+def _how_to_go_on(out: Path) -> str:
+    command = shlex.join(["offramp", *sys.argv[1:]])
+    return f"stopped; what is done is kept in {out}, and the same command goes on from there: {command}"
+
+
+def _refuse_mistakes(source: str, out: Path, format: str | None) -> None:
     """What would only be found out after training is found out before."""
+    bundle = out / "bundle"
     if format not in (None, *FORMATS):
         raise ValueError(unknown("bundle format", format, FORMATS))
     if bundle.exists() and not is_bundle(bundle):
@@ -100,76 +138,253 @@ def _refuse_mistakes(source: str, out: Path, bundle: Path, format: str | None) -
         raise ValueError(f"{out} lies inside {source}; choose an --out outside the images")
 
 
-def _check_budget(budget: float, config: RunConfig) -> None:
-    """Whoever gives a folder has not chosen the network: a budget that does not fit is told which it is."""
-    costs = costs_of(config)
-    try:
-        check_budget(budget, costs)
-    except ValueError as error:
-        reach = f"{millions(costs[0])} to {millions(costs[-1])}"
-        raise ValueError(f"{error}; the network is {config.model.name}, which takes {reach}") from error
+def starting_config(folder: Path, backbone: str | None, settings: Sequence[str]) -> RunConfig:
+    """How photos are fine-tuned, with the settings that were given; sizes, epochs and exits come with the plan."""
+    recipe = load_recipe(RECIPE).config
+    exits = {"exits": recipe.model.overrides["exits"]}
+    base = replace(recipe, recipe=None, model=replace(recipe.model, name=backbone or DEFAULT_BACKBONE, overrides=exits))
+    base = with_settings(base, ["data.name=imagefolder", f"data.dir={str(folder.resolve())!r}", *settings])
+    name = base.model.name
+    if backbone is not None and name != backbone:
+        raise ValueError(f"--backbone {backbone} and --set model.name={name} name two networks; leave one out")
+    if not is_library_name(name):
+        known = " or ".join(libraries_with(name)) or f"{DEFAULT_BACKBONE}, for example"
+        raise ValueError(
+            f"fit starts from a network that was trained before, of timm or torchvision ({known}), not from {name!r}; "
+            'to train another one on this folder write a recipe, with data.name = "imagefolder"'
+        )
+    if base.data.calibration == 0:
+        raise ValueError("a choice needs images held out; leave data.calibration alone, or ask for some")
+    return base
 
 
-def costs_of(config: RunConfig) -> list[int]:
-    """What each exit of the network will cost."""
-    data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.given())
-    return [cost.mul_adds for cost in exit_costs(new_model(fit_to_data(config, data)))]
+def _asked_epochs(settings: Sequence[str], config: RunConfig) -> int | None:
+    """The epochs of fine-tuning, where somebody set them."""
+    return config.train.epochs if any(s.split("=")[0].strip() == "train.epochs" for s in settings) else None
 
 
-def fresh_folder(path: Path) -> Path:
-    """A folder's name that is free; what a killed call left there goes."""
-    shutil.rmtree(path, ignore_errors=True)
-    return path
+class _FolderFit:
+    """One call for a folder of photos; each method is a step."""
 
+    def __init__(
+        self,
+        folder: Path,
+        out: Path,
+        config: RunConfig,
+        request: PolicyRequest,
+        limits: Limits,
+        serving: Serving,
+        device: torch.device,
+    ) -> None:
+        self.folder, self.out, self.config, self.request = folder, out, config, request
+        self.limits, self.serving, self.device = limits, serving, device
+        self.timed_with = ""  # the engine and batch, in words
 
-def _replace(bundle: Path, new: Path) -> None:
-    """Put the new bundle in the place of an earlier call's."""
-    shutil.rmtree(bundle, ignore_errors=True)
-    new.rename(bundle)
+    def run(self, settings: Sequence[str], anyway: bool) -> Fitted:
+        data = self._read()
+        look = look_at(self.folder, data.listed)
+        for line in found_sentences(look):
+            say(line)
+        for line in look.warnings:
+            say(f"warning: {line}")
+        plan = self._plan(data, look, settings)
+        for line in plan_sentences(plan, asked_sentence(self.request), self.limits.seconds):
+            say(line)
+        found = train_networks(plan, self.config, self.out, self.device)
+        networks, curves, choice = self._choose(found, anyway)
+        return self._ship(plan, look, data, found, networks, curves, choice)
 
+    def _read(self) -> ImageFolderDataset:
+        data = read_data(self.config)
+        assert isinstance(data, ImageFolderDataset)
+        if data.size("train") < LEAST_IMAGES:
+            raise ValueError(
+                f"{self.folder} has only {data.size('train')} images to train on; at least {LEAST_IMAGES} are needed"
+            )
+        self.config = replace(self.config, model=replace(self.config.model, num_classes=data.num_classes))
+        return data
 
-def configuration(source: str) -> RunConfig:
-    """A recipe's configuration, or one that suits an image folder."""
-    folder = Path(source)
-    if not folder.is_dir():
-        if source not in list_recipes() and not source.endswith(".toml"):
-            hint = meant(source, list_recipes())
-            raise ValueError(f"{source} is no folder of images here, and no recipe (offramp recipes lists them){hint}")
-        return load_recipe(source).config
-    data = load_imagefolder(folder)
-    side = typical_side([path for path in data.splits["train"].paths])
-    small = side <= SMALL_PIXELS
-    recipe = "cifar100-msdnet5-learned" if small else "imagenet-msdnet-s4-learned"
-    batch = min(256, data.size("train") // 8 * 2)  # at least four loader batches an epoch
-    if batch < 2:
-        raise ValueError(f"{folder} has only {data.size('train')} images to train on; at least 8 are needed")
-    epochs = 100 if data.size("train") < 20_000 else 60
-    return with_settings(
-        load_recipe(recipe).config,
-        [
-            "data.name=imagefolder",
-            f"data.dir={str(folder.resolve())!r}",
-            f"data.image_size={32 if small else 224}",
-            "data.workers=2",
-            f"train.batch={batch}",
-            "train.learning_rate=none",
-            f"train.epochs={epochs}",
-            "weighting.bound=true",
-            "weighting.interval=4",  # level with every step on CIFAR-100, for half the cost (docs/results.md),
-            "weighting.objective=whole",  # and a little better than allocated samples
-        ],
-    )
+    def _plan(self, data: ImageFolderDataset, look: Look, settings: Sequence[str]) -> Plan:
+        """The plan of an earlier call with the same wishes, or a new one."""
+        key = {
+            "data": data.identity,
+            "backbone": self.config.model.name,
+            "settings": sorted(settings),
+            "time": self.limits.seconds,
+            "quick": self.limits.quick,
+            "promise": self.limits.promise,
+            "device": self.device.type,
+        }
+        path = self.out / PLAN
+        if path.is_file():
+            known = read_json(path)
+            changed = [name for name in key if known["key"].get(name) != key[name]]
+            if changed:
+                raise ValueError(
+                    f"{self.out} was begun with other {changed[0]}; go on with the same command, or choose a new --out"
+                )
+            return Plan.from_json(known["plan"])
+        plan = self._new_plan(data, look)
+        write_json(path, {"schema": 1, "key": key, "plan": plan.to_json()})
+        return plan
 
+    def _new_plan(self, data: ImageFolderDataset, look: Look) -> Plan:
+        backbone = self.config.model.name
+        own = self._built(None)
+        assert own.preprocessing is not None
+        asked = self.config.model.overrides.get("image_size") or self.config.data.image_size
+        largest = asked or largest_size(look.side, own.preprocessing.size)
+        costs = self._costs(own, largest)
+        ladder = self._ladder(costs, largest, asked is not None)
+        model = self._built(ladder[0][-1])
+        say("measuring how fast this machine is ...")
+        ready = prepared_for(model, data)
+        assert isinstance(ready, ImageFolderDataset)
+        rates = measure_rates(model, ready, self.device)
+        return decide(backbone, ladder, look.splits, rates, self.limits)
 
-def typical_side(paths: list[Path]) -> int:
-    """The median of the shorter sides of some of the images."""
-    sides = []
-    for path in paths[:: max(1, len(paths) // LOOKED_AT)]:
-        try:
-            with open_image(path, max_pixels=ANY_SIZE) as image:  # only its head is read
-                sides.append(min(image.size))
-        except UnreadableImage:
-            continue
-    if not sides:
-        raise ValueError("none of the images that were tried can be read")
-    return int(np.median(sides))
+    def _built(self, size: int | None) -> ExitNet:
+        own = single_config(self.config.model.name, self.config, size)
+        return new_model(replace(self.config, model=own))
+
+    def _costs(self, own: ExitNet, largest: int) -> dict[int, float]:
+        """What the single network costs at each size that it can be built for."""
+        found: dict[int, float] = {}
+        for size in sorted({*range(STEP, largest + 1, STEP), largest}):
+            try:
+                found[size] = float(exit_costs(own, size)[-1].mul_adds)
+            except ValueError:  # one that is made for a size
+                try:
+                    found[size] = float(exit_costs(self._built(size))[-1].mul_adds)
+                except (ValueError, AssertionError):
+                    continue
+        if largest not in found:
+            raise ValueError(f"{self.config.model.name} cannot take images of {largest} pixels")
+        return found
+
+    def _ladder(self, costs: dict[int, float], largest: int, fixed: bool) -> list[tuple[int, ...]]:
+        """Sizes to choose from, largest first."""
+        budget = self.request.budget_mul_adds
+        tops = [largest] if fixed or self.limits.seconds is None else sorted(costs, reverse=True)
+        if not self.limits.quick:
+            return [sizes_below(top, costs, budget) for top in tops]
+        fitting = [top for top in sorted(costs, reverse=True) if budget is None or costs[top] <= budget]
+        if not fitting:
+            sizes_below(largest, costs, budget)  # which says so
+        return [(top,) for top in fitting if top in tops or budget is not None]
+
+    def _choose(self, found: Sequence[Candidate], anyway: bool) -> tuple[list[Network], list[list[Point]], Choice]:
+        """What every network does to the images that none of them was trained on, and the best of them."""
+        saved = [read_outputs(one.run, "calibration") for one in found]
+        networks = []
+        for one, own, rows in zip(found, saved, common_rows(saved), strict=True):
+            given = Predictions.of(np.asarray(own.logits)[:, rows], own.labels[rows])
+            costs = read_summary(one.run).costs
+            networks.append(Network(one.family, one.name, given, costs, self._times(one, len(costs)), one.whole))
+        by_folds = (
+            ", each judged by networks that have not seen it" if read_config(found[0].run).data.calibration == 0 else ""
+        )
+        say(f"choosing on {networks[0].given.samples:,} held-out images{by_folds} ...")
+        curves = [points(network, self.request) for network in networks]
+        return networks, curves, choose(networks, curves, self.request, anyway)
+
+    def _times(self, one: Candidate, exits: int) -> tuple[float, ...] | None:
+        """Milliseconds per image up to each exit, timed where they are asked for."""
+        if self.request.budget_ms is None:
+            return None
+        say(f"timing {one.name} ...")
+        table = stage_table(load_model(one.run), self.serving)
+        write_json(one.run / TIMES, table)
+        return stage_times(table, exits)
+
+    def _ship(
+        self,
+        plan: Plan,
+        look: Look,
+        data: ImageFolderDataset,
+        found: Sequence[Candidate],
+        networks: Sequence[Network],
+        curves: Sequence[Sequence[Point]],
+        choice: Choice,
+    ) -> Fitted:
+        """Calibrate and export the chosen network, test and time it beside the single one, and write it all down."""
+        one, single = found[choice.network], found[0]
+        say(f"chosen: {one.family}, {one.name}; exporting and timing ...")
+        policies = self._calibrated(one, networks[choice.network], curves[choice.network][choice.point])
+        bundle = replace_bundle(one.run, self.out / "bundle", self.serving.format)
+        tested = self._tested(one, single, policies, bundle, data)
+        samples = networks[0].given.samples
+        needed = None if choice.needed is None else needed_words(choice.needed, samples)
+        sentence = final_sentence(tested, one.family, one.name, single.name, bundle, needed)
+        runs = {each.name: each.run.relative_to(self.out).as_posix() for each in found}
+        result: dict[str, Any] = {
+            "schema": 1,
+            "folder": look.name,
+            "asked": asked_sentence(self.request),
+            "unit": unit_of(self.request),
+            "held_out": {"samples": samples, "folds": plan.folds or plan.tuned_folds},
+            "families": families_json(networks, curves, runs),
+            "chosen": {"family": one.family, "name": one.name, "run": runs[one.name], "point": choice.point},
+            "drop": {"points": choice.drop, "interval": list(choice.drop_interval)},
+            "reference": {
+                "name": single.name,
+                "run": runs[single.name],
+                "mul_adds": tested.reference_mul_adds,
+                "ms": tested.reference_ms,
+                "top1": tested.reference_top1,
+            },
+            "test": {
+                "top1": tested.top1,
+                "interval": list(tested.interval),
+                "samples": tested.samples,
+                "mul_adds": tested.mul_adds,
+                "ms": tested.ms,
+                "reference_ms": tested.reference_ms,
+                "timed_with": self.timed_with,
+            },
+            "sentence": sentence,
+            "warnings": list(look.warnings),
+        }
+        write_json(self.out / RESULT, result)
+        say(f"times are for {self.timed_with}")
+        report = write_report([one.run], self.out / "report.html")
+        return Fitted(one.run, bundle, policies, sentence, report, look.warnings)
+
+    def _calibrated(self, one: Candidate, network: Network, point: Point) -> Policies:
+        """The thresholds of the chosen point, from all held-out images, written into its run."""
+        if network.given.num_exits == 1:
+            return calibrate_run(one.run, PolicyRequest(max_drop_points=0))
+        if self.request.risk is not None:
+            return calibrate_run(one.run, self.request)
+        if self.request.budget_ms is not None:
+            return calibrate_run(one.run, PolicyRequest(budget_ms=point.budget), times=one.run / TIMES)
+        return calibrate_run(one.run, PolicyRequest(budget_mul_adds=point.budget))
+
+    def _tested(
+        self, one: Candidate, single: Candidate, policies: Policies, bundle: Path, data: ImageFolderDataset
+    ) -> Tested:
+        """The test split, looked at for the first time: accuracies from saved logits, times by turns."""
+        right = right_on_test(one.run, policies)
+        whole = read_summary(single.run).exits["test"][-1]
+        other = bundle
+        if one.run != single.run:
+            calibrate_run(single.run, PolicyRequest(max_drop_points=0))
+            other = same_bundle(single.run, self.out / "single", self.serving.format)
+        paths = data.splits["test"].paths
+        spread = np.random.default_rng(0).permutation(len(paths))
+        loaded = [self.serving.load(bundle), self.serving.load(other)]
+        ours, theirs = by_turns(loaded[0], loaded[1], [paths[at] for at in spread], self.serving.batch)
+        if one.run == single.run:
+            ours = theirs = min(ours, theirs)
+        engine, batch = loaded[0].engine, self.serving.batch
+        self.timed_with = f"{loaded[0].format} on {engine.place}, {batch} image{'s' if batch > 1 else ''} at a time"
+        return Tested(
+            float(right.mean()),
+            proportion_interval(int(right.sum()), len(right)),
+            len(right),
+            tested_outcome(one.run, policies).cost,
+            ours,
+            whole.top1,
+            float(whole.mul_adds),
+            theirs,
+        )

@@ -174,7 +174,7 @@ def _all(given: Predictions, costs: Sequence[float], budgets: np.ndarray) -> lis
 
 
 def _budgets(costs: Sequence[float]) -> np.ndarray:
-    spread = np.geomspace(costs[0], costs[-1], SEARCHED)
+    spread = np.geomspace(costs[0], costs[-1], SEARCHED).clip(costs[0], costs[-1])
     spread[0], spread[-1] = costs[0], costs[-1]  # exactly, so that both ends are reached
     return spread
 

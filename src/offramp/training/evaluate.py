@@ -87,7 +87,7 @@ def evaluate_run(
             f"{run} was trained on {config.model.num_classes} classes, but this {own.name} has {own.num_classes}"
         )
     refuse_other_data(run, own)
-    return _written(run, config.model.name, model, _costs(model), own, place)
+    return write_evaluation(run, config.model.name, model, _costs(model), own, place)
 
 
 def _evaluate_model(
@@ -112,7 +112,7 @@ def _evaluate_model(
         raise ValueError(
             f"{folder} takes images of {model.input_shape[-1]} pixels, {data.name} gives {data.image_size}"
         )
-    return _written(folder, model.spec.name, model, _costs(model), data, place, told=True)
+    return write_evaluation(folder, model.spec.name, model, _costs(model), data, place, told=True)
 
 
 def evaluate(
@@ -141,7 +141,7 @@ def evaluate(
     data = LoaderData(loaders, tuple(map(str, classes or ())), prepared)
     name = type(model).__name__ if spec is None else spec.name
     place = next((tensor.device for tensor in model.parameters()), torch.device("cpu"))
-    summary = _written(folder, name, model, _costs(model, costs), data, place, told=True)
+    summary = write_evaluation(folder, name, model, _costs(model, costs), data, place, told=True)
     (folder / POLICY).unlink(missing_ok=True)  # it was found on another evaluation, perhaps of other params
     if isinstance(model, ExitNet) and spec is not None:
         model.save(folder)
@@ -161,7 +161,7 @@ def _costs(model: nn.Module, given: Sequence[int] | None = None) -> tuple[ExitCo
     return tuple(ExitCost(k, params, int(cost), int(cost)) for k, cost in enumerate(given, 1))
 
 
-def _written(
+def write_evaluation(
     run: Path,
     name: str,
     model: nn.Module,
@@ -170,7 +170,10 @@ def _written(
     place: torch.device,
     told: bool = False,
 ) -> EvalSummary:
-    """Evaluate into `RUN/eval/`; one that fails leaves the one before it whole."""
+    """Evaluate into `RUN/eval/`; one that fails leaves the one before it whole.
+
+    `name` is what the network is called; where it was not trained on `data`, they are `told` in the summary.
+    """
     new = run / f"{EVAL}.part"
     shutil.rmtree(new, ignore_errors=True)
     try:
