@@ -44,7 +44,7 @@ STAGE_BATCH = 32
 TURNS = 9  # of the two networks that are timed
 RECIPES = {"baseline": "digits-baseline", "learned": "digits-learned"}
 QUICK = ("train.eval_every=5",)  # accuracy on calibration after the last epoch only, which saves seconds
-PHOTOS = "photos_demo"
+PHOTOS = "clothes"
 PHOTO_SIZE = 128
 PHOTO_BUDGET = 0.65  # of the whole network's mul-adds
 
@@ -87,7 +87,7 @@ def run_photos_demo(out: Path, device: str) -> Path:
     )
     run = train_run(photos_config(photos), folder / "photos", device=device)
     summary = evaluate_run(run, device=device)
-    # thresholds from so few images: the paper's rule has one number to choose, where a search would have three
+    # thresholds from so few images: the paper's rule has one number to choose, where a search has three
     calibrate_run(run, PolicyRequest(budget_mul_adds=PHOTO_BUDGET * summary.costs[-1], family="q"))
     bundle = load_bundle(export_run(run, folder / "bundle", format="torch"), device="cpu")
     files = sorted((photos / "val").rglob("*.jpg"))
