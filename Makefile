@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 help: ## say what there is
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 10
 
-demo: $(READY) ## train a small network on the embedded digits and show the result
+demo: $(READY) ## train a small network on embedded digits and show what early exits save here
 	@$(BIN)/offramp demo
 
 test: $(READY) lint ## lint, type check and run the tests

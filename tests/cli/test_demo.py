@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from offramp.cli.demo import comparison, run_demo, run_photos_demo
+from offramp.cli.demo import comparison, run_demo, run_clothes
 from offramp.data.listing import list_folder
 from offramp.measuring.policy import read_policies
 from offramp.reporting.groups import gather
@@ -46,7 +46,7 @@ def test_weightings_stand_with_their_spread() -> None:
 
 def test_photos_end_with_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("timm")
-    folder = run_photos_demo(tmp_path, "cpu")
+    folder = run_clothes(tmp_path, "cpu")
     said = capsys.readouterr().out
     assert re.search(LEAD, said) and "A toy set" in said and "of 40 test images are right" in said
     asked = re.search(r"^\$ offramp predict (\S+) (\S+)$", said, re.MULTILINE)
@@ -57,11 +57,11 @@ def test_photos_end_with_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixt
         folder / "photos/eval/test/labels.npy"
     )
     assert right.mean() > 0.5  # five classes, and features from ImageNet
-    assert "<h1>photos_demo</h1>" in (folder / "report.html").read_text()
+    assert "<h1>clothes</h1>" in (folder / "report.html").read_text()
 
 
 def test_the_photos_are_few_small_and_of_a_named_source() -> None:
-    root = Path(str(resources.files("offramp.data") / "photos_demo"))
+    root = Path(str(resources.files("offramp.data") / "clothes"))
     files = sorted(root.rglob("*.jpg"))
     assert len(files) == 100 and sum(file.stat().st_size for file in files) < 1_500_000
     listed = list_folder(root, calibration=20)

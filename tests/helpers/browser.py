@@ -38,7 +38,7 @@ def accessible(page: Any) -> list[str]:
 
 
 OVERLAPS = """(selector) => {
-  const shown = [...document.querySelectorAll(selector)].filter((e) => e.getClientRects().length);
+  const shown = [...document.querySelectorAll(selector)].filter((e) => e.checkVisibility());
   const bad = [];
   for (let i = 0; i < shown.length; i++) for (let j = i + 1; j < shown.length; j++) {
     const a = shown[i], b = shown[j];
@@ -53,7 +53,7 @@ OVERLAPS = """(selector) => {
 }"""
 
 CUT_OFF = """(selector) => [...document.querySelectorAll(selector)]
-  .filter((e) => e.getClientRects().length && !e.closest(".scroll"))
+  .filter((e) => e.checkVisibility() && !e.closest(".scroll"))
   .filter((e) => { const r = e.getBoundingClientRect(); return r.left < 0 || r.right > innerWidth + 1; })
   .map((e) => e.outerHTML.slice(0, 80))"""
 

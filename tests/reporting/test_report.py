@@ -77,7 +77,7 @@ def test_the_sentence_says_what_the_curves_say(runs: Path) -> None:
         assert np.interp(cost, grid, each.mean(0)) == pytest.approx(found.top1, abs=2e-3)
     assert re.fullmatch(
         r"At equal compute learned weights are [\d.]+ ± [\d.]+ points better than the baseline on average from \S+ to "
-        r"\S+ mul-adds, and need \d+ % less compute at equal accuracy \(\d+\.\d %\) \(2 seeds\)\.",
+        r"\S+ mul-adds, and need \d+ % less compute to have \d+\.\d % right \(2 seeds\)\.",
         weightings([before, after]),
     )
     assert re.match(
@@ -103,7 +103,7 @@ def test_a_disappointing_result_is_said_too(tmp_path: Path) -> None:
     write_run(tmp_path / "baseline", skill=1.6)
     write_run(tmp_path / "learned", "digits-learned", skill=0.8)
     text = headline(gather([tmp_path]))
-    assert "points worse than the baseline on average from" in text and "% more compute at equal accuracy" in text
+    assert "points worse than the baseline on average from" in text and "% more compute to have" in text
     assert text.endswith("(one seed, so no spread is known).")
 
 

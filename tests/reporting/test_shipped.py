@@ -116,6 +116,13 @@ def test_milliseconds_stand_beside_mul_adds(run: Path, times: Path, tmp_path: Pa
     for name in ("shipped", "leaving", "anytime"):
         assert "ms" in (found.files / f"{name}.csv").read_text().splitlines()[0].split(",")
     assert "batches of 8, on this box" in found.page.read_text()
+    table = json.loads(times.read_text())
+    times.write_text(json.dumps(table | {"policy_ms": {"leaving_early": 2.0, "whole_network": 5.0}}))
+    assert shipped.milliseconds(read_times(times, 3)) == (2.0, 5.0)  # timed as a whole
+    assert "is 2.50 times as fast" in headline(gather([run]), times=read_times(times, 3))
+    times.write_text(json.dumps(table | {"policy_ms": 3}))
+    with pytest.raises(ValueError, match="policy_ms must hold"):
+        read_times(times, 3)
 
 
 def test_mistakes_are_counted(run: Path) -> None:

@@ -118,13 +118,13 @@ def test_axe_finds_nothing(page: Any, scheme: str) -> None:
     assert accessible(page) == []
 
 
-def test_answers_are_announced_and_the_file_is_chosen_by_keyboard(page: Any) -> None:
-    with page.expect_file_chooser() as asked:
-        page.keyboard.press("Tab")
-        page.keyboard.press("Enter")
-    asked.value.set_files([{"name": "mine.png", "mimeType": "image/png", "buffer": picture(4, 1)}])
-    said = page.locator("#said")
-    page.wait_for_function("document.getElementById('said').textContent !== ''")
-    assert said.get_attribute("role") == "status" and said.text_content() == "mine.png: class <4>, confidence 90.0 %"
+def test_answers_are_announced_and_the_keyboard_reaches_the_file(page: Any) -> None:
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.id") == "file"
+    choose(page, "mine.png", picture(4, 1))
+    from playwright.sync_api import expect
+
+    expect(page.locator("#said")).to_have_text("mine.png: class <4>, confidence 90.0 %")
+    assert page.locator("#said").get_attribute("role") == "status"
     rows = page.locator("#exits [role=listitem]").all_inner_texts()
     assert "expected 50 %, now" in rows[0] and len(rows) == 3

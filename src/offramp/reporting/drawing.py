@@ -54,7 +54,14 @@ STYLE: Any = {
 }
 
 Draw = Callable[[Axes], None]
-SIZES = {"tall": (6.0, 6.2), "wide": (6.0, 5.0), "normal": (4.6, 3.3), "third": (3.4, 2.7), "small": (2.5, 2.2)}
+SIZES = {
+    "tall": (6.0, 6.2),
+    "wide": (6.0, 5.0),
+    "main": (5.0, 4.3),
+    "normal": (4.6, 3.3),
+    "third": (3.4, 2.7),
+    "small": (2.5, 2.2),
+}
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def accuracy_against_cost(groups: Sequence[Group], family: str = "q", shipped: S
     caption = f"Accuracy on the test split against mean mul-adds per image. {marks_of_accuracy(groups, family)}{mark}"
     draw = partial(_with_policy, groups, family, shipped if ships else None)
     words = " ".join(_in_words(group, group.curve(family)) for group in groups)
-    return Panels("accuracy", caption, [draw], "wide", "Accuracy against compute", words)
+    return Panels("accuracy", caption, [draw], "main", "Accuracy against compute", words)
 
 
 def _with_policy(groups: Sequence[Group], family: str, shipped: Shipped | None, axes: Axes) -> None:

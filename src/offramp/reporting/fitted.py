@@ -130,7 +130,7 @@ def families_chart(fit: Fit) -> Panels:
         f"chosen. Asked for: {fit.asked}."
     )
     words = f"{len(fit.families)} things were tried. {' '.join(map(_words, fit.families))} {_chosen_words(fit)}"
-    return Panels("families", caption, [partial(_draw, fit)], "wide", f"What was tried on {fit.folder}", words)
+    return Panels("families", caption, [partial(_draw, fit)], "main", f"What was tried on {fit.folder}", words)
 
 
 def _words(family: Family) -> str:

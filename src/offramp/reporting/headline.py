@@ -133,7 +133,7 @@ def weightings(groups: Sequence[Group], family: str = "q") -> str:
     change = round(100 * found.saving)
     if change * found.points > 0 and found.clear:
         amount = f"{abs(change)} % {'less' if change > 0 else 'more'} compute"
-        text += f", and need {amount} at equal accuracy ({100 * found.top1:.1f} %)"
+        text += f", and need {amount} to have {100 * found.top1:.1f} % right"
     return f"{text} ({_count(before, after)}{'' if found.clear else ': not beyond their spread'})."
 
 

@@ -24,6 +24,8 @@
   const percent = (share, digits) => (100 * share).toFixed(digits);
   const short = (ms) => `${Number(ms.toPrecision(3))} ms`;
   const mean = (shares, prices) => shares.reduce((sum, share, k) => sum + share * prices[k], 0);
+  const took = (run, policy, own) => (own && run.first_ms ? run.first_ms  // timed as a whole, else by stage times
+    : [mean(policy.shares, run.ms), run.ms[run.ms.length - 1]]);
 
   data.runs.forEach((run, index) => {
     const option = element("option", "", run.label + (run.chosen ? " (ships)" : ""));
@@ -59,7 +61,7 @@
     at("saved").textContent = percent(1 - policy.mul_adds / high, 1) + " % saved";
     at("timed").hidden = !run.ms;
     if (run.ms) {
-      const ours = mean(policy.shares, run.ms), whole = run.ms[run.ms.length - 1];
+      const [ours, whole] = took(run, policy, own);
       at("ms").textContent = short(ours);
       at("faster").textContent = `${(whole / ours).toFixed(2)} times as fast`;
     }
@@ -72,7 +74,7 @@
     const sign = points >= 0 ? "+" : "−";
     at("against").textContent = `${sign}${Math.abs(points).toFixed(2)} points against the whole network's ` +
       `${percent(run.full_top1, 2)} % at ${millions(high)}` +
-      (run.ms ? ` or ${short(run.ms[run.ms.length - 1])}.` : ".") + (policy.q === null ? "" : ` q = ${policy.q}.`) +
+      (run.ms ? ` or ${short(took(run, policy, own)[1])}.` : ".") + (policy.q === null ? "" : ` q = ${policy.q}.`) +
       (fits ? "" : " None of these policies is as cheap as that; this is the cheapest.");
     if (svg && data.frame) {
       point.setAttribute("cx", data.frame.x[0] + data.frame.x[1] * policy.mul_adds / 1e6);
@@ -101,11 +103,11 @@
 
   // What changed is said once the slider rests.
   let speaking = 0;
-  const announce = ({ run, policy, high }) => {
+  const announce = ({ run, policy, high, own }) => {
     clearTimeout(speaking);
     speaking = setTimeout(() => {
       at("said").textContent = `${percent(policy.top1, 2)} % right at ${millions(policy.mul_adds)} mul-adds per image, ` +
-        `${percent(1 - policy.mul_adds / high, 1)} % saved` + (run.ms ? `, ${short(mean(policy.shares, run.ms))}.` : ".");
+        `${percent(1 - policy.mul_adds / high, 1)} % saved` + (run.ms ? `, ${short(took(run, policy, own)[0])}.` : ".");
     }, QUIET_MS);
   };
 

@@ -239,6 +239,7 @@ def _run_data(page: ReportPage, group: Group, run: RunData, shown: RunData | Non
     times = None if page.times is None or len(page.times.milliseconds) != len(run.costs) else page.times.milliseconds
     opens = page.shipped is not None and page.shipped.run is run
     first = policies.policy if run.chosen else page.shipped.policy if opens and page.shipped is not None else None
+    timed = page.shipped.milliseconds(page.times) if opens and page.shipped is not None else None
     return {
         "label": group.label + seeds,
         "colour": group.colour,
@@ -247,6 +248,7 @@ def _run_data(page: ReportPage, group: Group, run: RunData, shown: RunData | Non
         "full_top1": run.metrics[-1].top1,
         "families": {name: [_policy_data(run, p, same) for p in policies.family(name)] for name in ("searched", "q")},
         "first": None if first is None else _policy_data(run, first, same),
+        "first_ms": timed,
         "opens": opens,
         "chosen": run.chosen,
         "images": _guesses(run) if same else None,

@@ -26,10 +26,15 @@ HARDEST = 12
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Measured milliseconds per image up to each exit, and how they were measured."""
+    """Measured milliseconds per image up to each exit, and how they were measured.
+
+    `policy` are those of the policy that ships and of the whole network, where these were run as a whole: stage times
+    leave out what lies between stages, and that later stages see smaller batches.
+    """
 
     milliseconds: tuple[float, ...]
     about: str
+    policy: tuple[float, float] | None = None
 
 
 def read_times(path: str | Path, num_exits: int) -> StageTimes:
@@ -38,7 +43,15 @@ def read_times(path: str | Path, num_exits: int) -> StageTimes:
     found = stage_times(table, num_exits)
     batch = max(int(size) for size in table["stage_ms"]["1"])
     machine = f", on {table['machine']}" if table.get("machine") else ""
-    return StageTimes(found, f"stage times measured in batches of {batch}{machine}")
+    about = f"stage times measured in batches of {batch}{machine}"
+    whole = table.get("policy_ms")
+    if whole is None:
+        return StageTimes(found, about)
+    try:
+        measured = float(whole["leaving_early"]), float(whole["whole_network"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: policy_ms must hold leaving_early and whole_network, in ms per image") from error
+    return StageTimes(found, f"{about}; the policy that ships was timed as a whole", measured)
 
 
 @dataclass(frozen=True)
@@ -96,9 +109,11 @@ class Shipped:
         return paired_interval(self.whole_right, self.right)
 
     def milliseconds(self, times: StageTimes | None) -> tuple[float, float] | None:
-        """Per image under the policy, and of the whole network, by measured stage times; unknown for other networks."""
+        """Per image under the policy, and of the whole network; unknown for other networks."""
         if times is None or len(times.milliseconds) != len(self.run.costs):
             return None
+        if times.policy is not None and self.chosen:
+            return times.policy
         return mean_cost(self.taken, times.milliseconds), times.milliseconds[-1]
 
 
