@@ -42,9 +42,12 @@ def picture(
         for column, index in enumerate(row):
             left = LEFT + column * (SIDE + GAP)
             sheet.paste(Image.fromarray(images[index]).resize((SIDE, SIDE), Image.Resampling.BICUBIC), (left, top))
-            name = guesses[index].replace("_", " ")
-            said, colour = (name, RIGHT) if right[index] else (f"× {name}", WRONG)
-            pen.text((left, top + SIDE + 1), said[:13], colour, small)
+            colour = RIGHT if right[index] else WRONG
+            below, name = top + SIDE + 1, guesses[index].replace("_", " ")
+            if not right[index]:
+                pen.line((left, below + 4, left + 6, below + 10), WRONG, 2)
+                pen.line((left, below + 10, left + 6, below + 4), WRONG, 2)
+            pen.text((left + (0 if right[index] else 9), below), name[: 13 if right[index] else 11], colour, small)
     return sheet
 
 
