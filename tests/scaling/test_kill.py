@@ -35,6 +35,18 @@ def start(bundle: Path, source: Path, out: Path, *more: object) -> subprocess.Po
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
+def start_until(bundle: Path, source: Path, out: Path, count: int) -> subprocess.Popen[str]:
+    """A command that is at work, once so many parts are there; Ray does not always start on a busy machine."""
+    for _ in range(4):
+        running = start(bundle, source, out)
+        wait_until(lambda: len(parts(out)) >= count or running.poll() is not None, f"{count} parts")  # noqa: B023
+        if running.poll() is None:
+            return running
+        said, _ = running.communicate()
+        assert "cannot be started" in said, said
+    raise AssertionError("Ray cannot be started")
+
+
 def finish(running: subprocess.Popen[str]) -> str:
     said, _ = running.communicate(timeout=LIMIT_S)
     assert running.returncode == 0, said
@@ -89,8 +101,7 @@ def test_a_worker_and_then_everything_is_killed_and_it_goes_on(
     onnx_bundle: Path, digits_of: Callable[[int], Path], tmp_path: Path
 ) -> None:
     source, out = digits_of(24 * PART - 7), tmp_path / "out"
-    running = start(onnx_bundle, source, out)
-    wait_until(lambda: len(parts(out)) >= 2, "two parts", running)
+    running = start_until(onnx_bundle, source, out, 2)
     first = workers(out)
     os.kill(min(first), signal.SIGKILL)
     wait_until(lambda: len(parts(out)) >= 6, "six parts", running)
@@ -110,8 +121,7 @@ def test_ctrl_c_ends_with_a_sentence_and_no_process_stays(
     onnx_bundle: Path, digits_of: Callable[[int], Path], tmp_path: Path
 ) -> None:
     source, out = digits_of(24 * PART), tmp_path / "out"
-    running = start(onnx_bundle, source, out)
-    wait_until(lambda: len(parts(out)) >= 2, "two parts", running)
+    running = start_until(onnx_bundle, source, out, 2)
     running.send_signal(signal.SIGTERM)
     said, _ = running.communicate(timeout=60)
     assert running.returncode == 128 + signal.SIGTERM
@@ -126,8 +136,7 @@ def test_killed_at_random_again_and_again(onnx_bundle: Path, digits_of: Callable
     source, out, draw = digits_of(120 * PART + 1), tmp_path / "out", random.Random(0)
     for _ in range(8):
         before = parts(out)
-        running = start(onnx_bundle, source, out)
-        wait_until(lambda b=before: len(parts(out)) > len(b), "one more part", running)  # type: ignore[misc]
+        running = start_until(onnx_bundle, source, out, len(before) + 1)
         for _ in range(draw.randrange(3)):
             time.sleep(draw.random() * 3)
             alive = [process for process in workers(out) if is_alive(process)]

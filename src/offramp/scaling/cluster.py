@@ -86,8 +86,8 @@ def ray_cluster(address: str = LOCAL, shape: WorkerShape | None = None) -> Itera
             options |= {"include_dashboard": False, "num_cpus": cores, "object_store_memory": STORE_BYTES}
         try:
             ray.init(address, **options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise WorkersFailed(f"Ray at {address} cannot be used: {_last_line(error)}") from error
+        except Exception as error:  # a machine that is too busy is a bare one
+            raise WorkersFailed(f"Ray ({address}) cannot be started or joined: {_last_line(error)}") from error
         try:
             with _raised_signals():  # Ray has set handlers of its own by now
                 yield shape.workers or _room(ray.cluster_resources(), shape)

@@ -1,0 +1,82 @@
+"""What surrounds Ray, without Ray: words, addresses, room for workers, what is printed, a missing extra."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from offramp.cli.app import with_ray_address
+from offramp.common.console import only_ours, say
+from offramp.scaling.cluster import WorkersFailed, WorkerShape, _room, ray_cluster
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        ("predict b s --ray --out o", "predict b s --ray=local --out o"),
+        ("predict --ray b s", "predict --ray=local b s"),
+        ("predict b s --ray", "predict b s --ray=local"),
+        ("predict b s --ray 10.0.0.1:6379 --out o", "predict b s --ray 10.0.0.1:6379 --out o"),
+        ("predict --ray auto b s", "predict --ray auto b s"),
+        ("predict --ray ray://h:1 b s", "predict --ray ray://h:1 b s"),
+        ("predict --ray=h:1 b s", "predict --ray=h:1 b s"),
+        ("predict b -- --ray", "predict b -- --ray"),
+        ("predict --ray s3://bucket/x", "predict --ray=local s3://bucket/x"),
+    ],
+)
+def test_an_address_may_follow_ray_or_not(given: str, read: str) -> None:
+    assert with_ray_address(given.split()) == read.split()
+
+
+def test_as_many_workers_as_fit() -> None:
+    assert _room({"CPU": 8.0}, WorkerShape()) == 8
+    assert _room({"CPU": 8.0}, WorkerShape(cpus=3)) == 2
+    assert _room({"CPU": 64.0, "GPU": 2.0}, WorkerShape(gpus=0.25)) == 8
+    assert _room({"CPU": 4.0, "GPU": 2.0}, WorkerShape(gpus=0.25)) == 4
+    assert _room({"CPU": 0.5}, WorkerShape()) == 1
+    for wrong in ({"workers": 0}, {"cpus": 0}, {"gpus": -1}):
+        with pytest.raises(ValueError, match="1 or more|needs some CPUs"):
+            WorkerShape(**wrong)  # type: ignore[arg-type]
+
+
+def test_addresses_that_cannot_be_used_are_said_at_once() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(WorkersFailed, match=f"no Ray listens at {address}"), ray_cluster(address):
+            pass
+    with pytest.raises(ValueError, match="Ray's client is not used"), ray_cluster("ray://h:1"):
+        pass
+
+
+def test_only_our_lines_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(KeyError), only_ours():
+        print("a library's line")
+        print("its warning", file=sys.stderr)
+        os.write(2, b"and one from beneath Python\n")
+        say("ours")
+        raise KeyError
+    print("printed afterwards")
+    say("said afterwards")
+    os.write(2, b"an error afterwards\n")
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["ours", "printed afterwards", "said afterwards"]
+    assert err == "an error afterwards\n"
+
+
+@pytest.mark.parametrize("package", ["ray", "pyarrow"])
+def test_a_missing_extra_is_answered_with_its_command(package: str, onnx_bundle: Path, digits: Path) -> None:
+    script = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        f"sys.argv = ['offramp', 'predict', {str(onnx_bundle)!r}, {str(digits)!r}, '--ray', '--out', "
+        f"{str(digits.parent / package)!r}]\n"
+        "from offramp.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.strip() == f"offramp: this needs {package}; install it with: pip install 'offramp[ray]'"
