@@ -15,7 +15,7 @@ from PIL import Image
 
 from offramp import load_dataset
 from offramp.common.images import MAX_PIXELS
-from offramp.data.imagefolder import MEAN, readable
+from offramp.data.imagefolder import MEAN, ImageFolderDataset, readable
 from offramp.data.photos import PhotoAugmentation
 
 CPU = torch.device("cpu")
@@ -223,3 +223,23 @@ def test_options_of_augmentations_that_do_not_fit(image_folder: Callable[..., Pa
         first_batch(folder, augmentation_options={"scale": 0.3})
     with pytest.raises(ValueError, match="trivial is for photos in folders, not for digits"):
         load_dataset("digits", augmentation="trivial")
+
+
+def test_folds_part_all_that_is_not_tested_on(image_folder: Writer) -> None:
+    """Each image is held out once, every class in each fold, and the test split stays as it is."""
+    root = image_folder(classes=3, train=10, val=4)
+    plain = load_dataset("imagefolder", data_dir=root)
+    everything = sorted([*plain.index("train"), *plain.index("calibration")])
+    held = []
+    for fold in range(1, 6):
+        data = load_dataset("imagefolder", data_dir=root, folds=5, fold=fold)
+        assert sorted([*data.index("train"), *data.index("calibration")]) == everything
+        assert isinstance(data, ImageFolderDataset)
+        assert np.bincount(data.splits["calibration"].labels).tolist() == [2, 2, 2]
+        assert data.index("test").tolist() == plain.index("test").tolist() and data.identity == plain.identity
+        held += data.index("calibration").tolist()
+    assert sorted(held) == everything
+    with pytest.raises(ValueError, match=r"data.options.fold must lie between 1 and 5, got 6"):
+        load_dataset("imagefolder", data_dir=root, folds=5, fold=6)
+    with pytest.raises(ValueError, match="folds must be 2 or more"):
+        load_dataset("imagefolder", data_dir=root, folds=1)

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from offramp.common.device import synchronize
+from offramp.common.formatting import millions
 from offramp.common.images import UnreadableImage
 from offramp.data.imagefolder import ImageFolderDataset
 from offramp.models.exits import ExitNet
@@ -124,7 +125,11 @@ def sizes_below(largest: int, costs: Mapping[int, float], budget: float | None =
     below = [size for size in below if size < largest]
     fitting = [size for size in costs if size <= largest and budget is not None and costs[size] <= budget]
     if budget is not None and not fitting:
-        raise ValueError(f"the budget is below what the network costs at {min(costs)} pixels, its smallest size here")
+        least = min(costs)
+        raise ValueError(
+            f"the budget {millions(budget)} is below what the network costs at {least} pixels, its smallest size here: "
+            f"{millions(costs[least])} mul-adds"
+        )
     wanted = max(fitting, default=None)
     if wanted is not None and wanted < largest and wanted not in below:
         nearest = min(below, key=lambda size: abs(size - wanted), default=None)
