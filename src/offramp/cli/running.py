@@ -135,6 +135,7 @@ def predict_command(
 
     An image that cannot be read is named in the results, and the exit code is 1 at the end.
     """
+    from offramp.measuring.sentences import policy_sentence
     from offramp.running.bundle import load_bundle
     from offramp.running.predict import expand, predict, result_table, write_rows
 
@@ -156,9 +157,10 @@ def predict_command(
     if out is not None:
         write_rows(out, found.rows)
     if as_json:
-        print(json.dumps(found.to_json()))
+        print(json.dumps({**found.to_json(), "policy": policy.to_json()}))
     else:
         say(f"results: {out}") if out is not None else print_table(*result_table(found.rows), whole=True)
         say(str(found))
+        say(f"its policy: {policy_sentence(loaded.policies, policy)}")
     if found.unreadable:
         raise typer.Exit(1)

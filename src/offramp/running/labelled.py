@@ -31,6 +31,7 @@ from offramp.data.listing import (
     training_root,
 )
 from offramp.measuring.calibrate import PolicyRequest, find_policies, stage_times
+from offramp.measuring.intervals import Interval, paired_interval, proportion_interval
 from offramp.measuring.policy import Outcome, Policies, mean_cost, shares_of, write_policies
 from offramp.running.bundle import POLICY, Bundle, load_bundle, read_cut_photos, write_manifest
 from offramp.running.engines.protocol import all_logits
@@ -167,25 +168,39 @@ class BundleScore:
     samples: int
     exits: tuple[float, ...]
     policy: Outcome
+    top1_interval: Interval  # of 95 %
+    drop_points: float  # against the last exit, on the same images
+    drop_interval: Interval
     about: str = "test images"
 
 
 def evaluate_bundle(bundle: Bundle, images: LabelledImages) -> BundleScore:
     """Run labelled images through a bundle, with images really leaving."""
-    hits, runtime = np.zeros(len(bundle.costs), np.int64), bundle.runtime()
-    right, exits = [], []
+    runtime, every, right, exits = bundle.runtime(), [], [], []
     with progress(f"evaluating {images.about}", images.size) as bar:
         for ready, labels in images.batches():
-            hits += (all_logits(bundle.engine, ready).argmax(-1) == labels).sum(1)
+            every.append(all_logits(bundle.engine, ready).argmax(-1) == labels)
             result = runtime(ready)
             right.append(result.labels == labels)
             exits.append(result.exits)
             bar.advance(len(labels), len(labels))
     if not exits:
         raise ValueError(f"{images.about}: no image could be read")
-    left = np.concatenate(exits)
-    policy = Outcome(float(np.concatenate(right).mean()), mean_cost(left, bundle.costs), shares_of(left, len(hits)))
-    return BundleScore(len(left), tuple((hits / len(left)).tolist()), policy, images.about)
+    return _score(np.concatenate(every, 1), np.concatenate(right), np.concatenate(exits), bundle.costs, images.about)
+
+
+def _score(every_KN: np.ndarray, right: np.ndarray, exits: np.ndarray, costs: Sequence[int], about: str) -> BundleScore:
+    """What every exit and the policy got right, and how far that may be off; nothing was chosen on these images."""
+    policy = Outcome(float(right.mean()), mean_cost(exits, costs), shares_of(exits, len(costs)))
+    return BundleScore(
+        len(right),
+        tuple(every_KN.mean(1).tolist()),
+        policy,
+        proportion_interval(int(right.sum()), len(right)),
+        100 * float(every_KN[-1].mean() - right.mean()),
+        (0.0, 0.0) if (exits == len(costs)).all() else paired_interval(every_KN[-1], right),
+        about,
+    )
 
 
 def calibrate_bundle(
