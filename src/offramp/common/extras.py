@@ -22,6 +22,7 @@ _EXTRA_OF = {
     "prometheus_client": "serve",
     "python_multipart": "serve",
     "pydantic": "serve",
+    "pillow_heif": "heic",
 }
 
 

@@ -20,16 +20,7 @@ from offramp.common.files import new_folder, read_json
 from offramp.common.images import MAX_PIXELS, Preprocessing, UnreadableImage
 from offramp.common.names import unknown
 from offramp.common.pretrained import MANIFEST
-from offramp.data.listing import (
-    FileSplit,
-    Unreadable,
-    class_folders,
-    existing_folder,
-    folder_identity,
-    list_files,
-    list_folder,
-    training_root,
-)
+from offramp.data.listing import FileSplit, Unreadable, folder_layout, list_folder
 from offramp.measuring.calibrate import PolicyRequest, find_policies, stage_times
 from offramp.measuring.intervals import Interval, paired_interval, proportion_interval
 from offramp.measuring.policy import Outcome, Policies, mean_cost, shares_of, write_policies
@@ -121,16 +112,17 @@ def images_of_folder(
     In the folder that its network was trained on, and in one with train/ and val/, only the split that training holds
     out; `calibration` is how many it held out, a tenth unless told.
     """
-    root = existing_folder(data_dir)
-    train = training_root(root)
-    names = class_folders(train)
+    layout = folder_layout(data_dir, bundle.classes)
+    root, names = Path(str(data_dir)), layout.class_names
     if not names:
         raise ValueError(f"{root} needs a folder of images for each class")
     labels = known_labels(bundle, names, str(root))
-    files, about = list_files(train, names), f"all of {root}"
-    if train != root or (bundle.card.data and folder_identity(train, names, files) == bundle.card.data):
+    files, about = layout.train(), f"all of {root}"
+    if layout.split_already or (bundle.card.data and layout.identity(files) == bundle.card.data):
         files = list_folder(root, bundle.card.seed, calibration).splits[split]
-        about = f"the {split} split of {root}" + (", which training held out" if train == root else "")
+        about = f"the {split} split of {root}" + ("" if layout.split_already else ", which training held out")
+    else:
+        layout.say_ignored()
     return FolderImages(files, about, labels, bundle.card.preprocessing, max_pixels)
 
 
