@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from offramp.cli.demo import comparison, run_demo, run_clothes
+from offramp.cli.demo import comparison, run_clothes, run_demo
 from offramp.data.listing import list_folder
 from offramp.measuring.policy import read_policies
 from offramp.reporting.groups import gather

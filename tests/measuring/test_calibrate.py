@@ -7,6 +7,7 @@ import math
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,22 @@ import pytest
 
 from helpers.saved import COSTS, write_run
 from offramp.cli import main
-from offramp.measuring.calibrate import PolicyRequest, calibrate_run, stage_times
+from offramp.measuring.calibrate import PolicyRequest, calibrate_run, find_cross_fitted, find_policies, stage_times
 from offramp.measuring.confidence import Predictions, confidences, fit_temperatures
-from offramp.measuring.policy import Policies, exits_taken, outcome, read_policies
+from offramp.measuring.intervals import paired_interval, reach
+from offramp.measuring.policy import (
+    WIDEST_POINTS,
+    Policies,
+    exits_taken,
+    outcome,
+    read_policies,
+    rights,
+    write_policies,
+)
 from offramp.measuring.risk import halves, lost
+from offramp.measuring.sentences import policy_sentence
 from offramp.measuring.thresholds import Q_GRID, q_thresholds
-from offramp.runs.outputs import read_outputs
+from offramp.runs.outputs import SavedOutputs, read_outputs
 
 
 def on_calibration(run: Path, policies: Policies):
@@ -61,12 +72,12 @@ def test_by_budget(run: Path, family: str) -> None:
 
 @pytest.mark.parametrize("family", ["searched", "q"])
 def test_by_drop(run: Path, family: str) -> None:
-    found = calibrate_run(run, PolicyRequest(max_drop_points=1.0, family=family))
+    found = calibrate_run(run, PolicyRequest(max_drop_points=1.0, family=family, anyway=True))
     given, own = on_calibration(run, found)
     assert own.top1 >= given.right[-1].mean() - 0.01 - 1e-12
     cheaper = [p for p in found.family(family)[:-1] if p.mul_adds < own.cost * 0.97]
     assert all(p.top1 < given.right[-1].mean() - 0.01 for p in cheaper)
-    dearer = calibrate_run(run, PolicyRequest(max_drop_points=0.0, family=family)).policy
+    dearer = calibrate_run(run, PolicyRequest(max_drop_points=0.0, family=family, anyway=True)).policy
     assert dearer.mul_adds >= found.policy.mul_adds
     assert dearer.top1 >= given.right[-1].mean()
 
@@ -75,7 +86,7 @@ def test_by_drop(run: Path, family: str) -> None:
 def test_a_drop_is_never_exceeded(tmp_path: Path, family: str) -> None:
     for seed in range(6):
         small = write_run(tmp_path / f"{seed}", seed=seed, calibration=60)
-        found = calibrate_run(small, PolicyRequest(max_drop_points=0.0, family=family))
+        found = calibrate_run(small, PolicyRequest(max_drop_points=0.0, family=family, anyway=True))
         given, own = on_calibration(small, found)
         assert own.top1 >= given.right[-1].mean()
 
@@ -205,6 +216,11 @@ def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str], monkeyp
     assert "mul-adds per image" in out and "all the rest" in out and "policy.json" in out
     assert call("--risk", "0.1", "--json") == 0
     assert json.loads(capsys.readouterr().out)["promise"]["risk"] == 0.1
+    assert call() == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the last exit for everybody, 5.00M mul-adds per image" in out and "--anyway takes the estimate" in out
+    assert call("--anyway") == 0
+    assert "% less than the whole network: " in " ".join(capsys.readouterr().out.split())
     assert call("--budget", "lots") == 2
     assert "--budget must be a count such as 15M, got 'lots'" in capsys.readouterr().err
     assert call("--budget", "1k") == 2
@@ -220,3 +236,110 @@ def test_calibrating_needs_no_torch(run: Path) -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "True"
+
+
+def test_every_policy_has_intervals_that_hold_what_was_seen(run: Path) -> None:
+    found = calibrate_run(run, PolicyRequest(budget_mul_adds=2e6))
+    given, _ = on_calibration(run, found)
+    for policy in found.policies:
+        assert policy.samples == 400 and policy.top1_interval is not None and policy.drop_interval is not None
+        assert policy.top1_interval[0] <= policy.top1 <= policy.top1_interval[1]
+        assert policy.drop_points == pytest.approx(100 * (given.right[-1].mean() - policy.top1))
+        assert policy.drop_interval[0] <= policy.drop_points <= policy.drop_interval[1]
+        plain = paired_interval(given.right[-1], rights(given, policy.thresholds))
+        if policy.family == "q":  # chosen by confidences alone
+            assert policy.drop_interval == plain
+        elif not all(map(math.isinf, policy.thresholds)):
+            assert policy.drop_interval[0] <= plain[0] and plain[1] <= policy.drop_interval[1]
+    wider = [p.drop_interval for p in found.family("searched") if p.drop_interval is not None]
+    assert len({round(high - low, 6) for low, high in wider}) > 10
+    assert read_policies(run / "policy.json") == found
+
+
+def test_a_drop_that_few_images_cannot_tell_sends_everybody_to_the_last_exit(tmp_path: Path) -> None:
+    small = write_run(tmp_path / "small", calibration=60)
+    for request in (PolicyRequest(), PolicyRequest(max_drop_points=3.0, family="q")):
+        found = calibrate_run(small, request)
+        policy, own = found.policy, found.policy.withheld
+        assert own is not None and policy.shares == (0.0, 0.0, 1.0) and policy.mul_adds == COSTS[-1]
+        assert (policy.drop_points, policy.drop_interval) == (0.0, (0.0, 0.0))
+        anyway = calibrate_run(small, replace(request, anyway=True)).policy
+        assert anyway.withheld is None and anyway.mul_adds == own.mul_adds < COSTS[-1]
+        assert (anyway.drop_points, anyway.drop_interval) == (own.drop_points, own.drop_interval)
+        assert reach(own.drop_points, own.drop_interval) > WIDEST_POINTS
+        said = policy_sentence(found)
+        assert "Nobody leaves early: on 60 images" in said and f"{own.samples_needed:,} labelled images" in said
+        assert own.samples_needed > 150 and "--anyway" in said
+    for request in (PolicyRequest(q=0.5), PolicyRequest(budget_mul_adds=2e6), PolicyRequest(risk=0.3, probability=0.5)):
+        found = calibrate_run(small, request)  # what was asked for by its price is given, with its interval
+        assert found.policy.withheld is None and found.policy.mul_adds < COSTS[-1]
+        assert "calibration images right (95 %:" in policy_sentence(found).replace(
+            "of 60 calibration images right", ""
+        ) or "(95 %:" in policy_sentence(found)
+
+
+def test_enough_images_are_acted_on(tmp_path: Path) -> None:
+    found = calibrate_run(write_run(tmp_path / "large", calibration=1500))
+    policy = found.policy
+    assert policy.withheld is None and policy.mul_adds < 0.9 * COSTS[-1]
+    assert policy.drop_points is not None and policy.drop_interval is not None
+    assert reach(policy.drop_points, policy.drop_interval) <= WIDEST_POINTS
+
+
+def folds_of(run: Path, count: int) -> list[SavedOutputs]:
+    saved = read_outputs(run, "calibration")
+    rows = [np.arange(at, len(saved.labels), count) for at in range(count)]
+    return [SavedOutputs(saved.logits[:, r], saved.labels[r], saved.index[r], None, None, None) for r in rows]
+
+
+def test_folds_are_put_together_and_give_an_estimate_never_a_promise(run: Path, tmp_path: Path) -> None:
+    folds = folds_of(run, 4)
+    found = find_cross_fitted(folds, COSTS, PolicyRequest(budget_mul_adds=2e6))
+    assert found.folds == 4 and found.policy.samples == 400 and found.policy.mul_adds <= 2e6
+    assert "An estimate, not a promise: 4 networks" in policy_sentence(found)
+    write_policies(tmp_path / "policy.json", found)
+    assert read_policies(tmp_path / "policy.json") == found
+    together = find_policies(read_outputs(run, "calibration"), COSTS, PolicyRequest(budget_mul_adds=2e6))
+    assert together.folds is None and "estimate" not in policy_sentence(together)
+    assert together.policy.top1 == pytest.approx(found.policy.top1, abs=0.02)
+    with pytest.raises(ValueError, match="a promise about risk needs images that the network itself never saw"):
+        find_cross_fitted(folds, COSTS, PolicyRequest(risk=0.1))
+    with pytest.raises(ValueError, match="in more than one fold"):
+        find_cross_fitted([folds[0], folds[0]], COSTS)
+    with pytest.raises(ValueError, match="at least two folds"):
+        find_cross_fitted(folds[:1], COSTS)
+    other = replace(folds[1], logits=folds[1].logits[:2])
+    with pytest.raises(ValueError, match="of different networks"):
+        find_cross_fitted([folds[0], other], COSTS)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 7])
+def test_a_handful_of_images_is_no_error(tmp_path: Path, samples: int) -> None:
+    tiny = write_run(tmp_path / "tiny", calibration=samples)
+    for request in (
+        PolicyRequest(),
+        PolicyRequest(q=0.5),
+        PolicyRequest(budget_mul_adds=2e6),
+        PolicyRequest(anyway=True),
+    ):
+        policy = calibrate_run(tiny, request).policy
+        assert policy.samples == samples and policy.top1_interval is not None
+        assert (policy.withheld is None) == (
+            not request.by_drop or request.anyway or policy.thresholds != (math.inf,) * 2
+        )
+
+
+def test_the_sentence_of_a_promise_and_of_files_of_before(run: Path) -> None:
+    promised = calibrate_run(run, PolicyRequest(risk=0.08, probability=0.9))
+    assert "With probability 0.9 at most 8 % of images are lost" in policy_sentence(promised)
+    before = replace(
+        promised.policy, samples=None, top1_interval=None, drop_points=None, drop_interval=None, promise=None
+    )
+    said = policy_sentence(promised, before)
+    assert "the policy file does not say" in said and "95 %" not in said
+    better = replace(before, samples=1500, top1_interval=(0.8, 0.9), drop_points=-0.5, drop_interval=(-1.5, 0.4))
+    assert "0.50 points more than the last exit (95 %: 1.5 more to 0.4 fewer)" in policy_sentence(promised, better)
+    worse = replace(better, drop_points=0.5, drop_interval=(0.1, 0.9))
+    assert "of 1,500 calibration images right, 0.50 points fewer than the last exit (95 %: 0.1 to 0.9 fewer)." in (
+        policy_sentence(promised, worse)
+    )

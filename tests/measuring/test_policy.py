@@ -14,6 +14,7 @@ from offramp.measuring.confidence import Predictions
 from offramp.measuring.policy import (
     Policies,
     Policy,
+    Withheld,
     check_budget,
     exits_taken,
     leaves,
@@ -110,3 +111,37 @@ def test_the_nearest_q_is_taken_and_a_budget_below_all_gets_the_cheapest() -> No
     assert found.within(4.5) == own[0] and found.within(11) == own[1]
     with pytest.raises(ValueError, match="holds no policies by q"):
         Policies("max_softmax", None, (4, 12), (Policy("searched", None, (0.5,), 5.0, (1.0, 0.0), 0.9),), 0).at_q(1)
+
+
+def test_intervals_and_what_was_withheld_go_there_and_back(run: Path) -> None:
+    withheld = Withheld(2.0, 0.5, (-1.0, 4.0), 300)
+    policy = Policy(
+        "searched", None, (0.5,), 4.0, (0.0, 1.0), 0.9, None, None, 60, (0.8, 0.95), 0.0, (0.0, 0.0), withheld
+    )
+    assert Policy.from_json(json.loads(json.dumps(policy.to_json()))) == policy
+    calibrate_run(run, PolicyRequest(q=0.5))
+    good = json.loads((run / "policy.json").read_text())
+    for change in (
+        {"top1_interval": [0.9, 0.1]},
+        {"drop_interval": [1]},
+        {"drop_interval": [None, math.nan]},
+        {"top1_interval": "ab"},
+    ):
+        first = {**good["policies"][0], **change}
+        (run / "policy.json").write_text(json.dumps({**good, "policies": [first, *good["policies"][1:]]}))
+        with pytest.raises(ValueError, match="two numbers, the lower one first|is not a policy file|could not convert"):
+            read_policies(run / "policy.json")
+
+
+def test_files_of_before_and_of_later_versions_load(run: Path) -> None:
+    calibrate_run(run, PolicyRequest(q=0.5))
+    good = json.loads((run / "policy.json").read_text())
+    known = {"family", "q", "thresholds", "mul_adds", "shares", "top1", "milliseconds", "promise"}
+    old = {**good, "policies": [{k: v for k, v in p.items() if k in known} for p in good["policies"]]}
+    del old["folds"]
+    (run / "policy.json").write_text(json.dumps(old))
+    found = read_policies(run / "policy.json")
+    assert found.folds is None and found.policy.samples is None and found.policy.drop_interval is None
+    new = {**good, "policies": [{**p, "something": "new"} for p in good["policies"]]}
+    (run / "policy.json").write_text(json.dumps(new))
+    assert read_policies(run / "policy.json").policy.samples == 400

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from offramp.measuring.confidence import Predictions
+from offramp.measuring.intervals import upper_bound
 from offramp.measuring.policy import outcome
-from offramp.measuring.risk import binomial_tail, certify, halves, lost, promised, safe_to_cheap, upper_bound
+from offramp.measuring.risk import binomial_tail, certify, halves, lost, promised, safe_to_cheap
 from offramp.measuring.thresholds import NEVER, Q_GRID, q_thresholds
 
 COSTS = (1.0, 2.0, 4.0)

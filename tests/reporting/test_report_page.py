@@ -14,9 +14,9 @@ from helpers.browser import NEEDS_CHROMIUM, accessible, assert_tidy, opened
 from helpers.saved import COSTS, write_run
 from offramp.common.formatting import millions
 from offramp.measuring.calibrate import calibrate_run
+from offramp.measuring.intervals import proportion_interval
 from offramp.measuring.policy import outcome
 from offramp.reporting.groups import gather
-from offramp.reporting.intervals import proportion_interval
 from offramp.reporting.report import write_report
 from offramp.reporting.shipped import find_shipped
 

@@ -11,11 +11,11 @@ import pytest
 
 from helpers.saved import COSTS, write_run
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run
+from offramp.measuring.intervals import paired_interval, proportion_interval
 from offramp.reporting import report_tables as tables
 from offramp.reporting.fitted import families_chart, find_fit, read_fit
 from offramp.reporting.groups import gather
 from offramp.reporting.headline import headline
-from offramp.reporting.intervals import paired_interval, proportion_interval
 from offramp.reporting.page_parts import matrix
 from offramp.reporting.report import title_of, write_report
 from offramp.reporting.shipped import (

@@ -24,9 +24,9 @@ from offramp.common.formatting import Table, millions
 from offramp.common.pretrained import DEFAULT_BACKBONE
 from offramp.common.timing import timed_ms
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run
+from offramp.measuring.intervals import paired_interval
 from offramp.reporting.groups import gather
 from offramp.reporting.headline import price_in_points
-from offramp.reporting.intervals import paired_interval
 from offramp.reporting.report import Report, write_report
 from offramp.reporting.shipped import Shipped, find_shipped, right_interval
 from offramp.running.bundle import Bundle, load_bundle

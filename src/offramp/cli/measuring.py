@@ -41,6 +41,9 @@ def calibrate_command(
     max_drop_points: Annotated[
         float | None, typer.Option(help="The cheapest policy within so many points of the whole network.")
     ] = None,
+    anyway: Annotated[
+        bool, typer.Option("--anyway", help="Let images leave early even if too few images tell what that loses.")
+    ] = False,
     risk: Annotated[
         float | None, typer.Option(help="Largest share of images lost: wrong, though the whole network is right.")
     ] = None,
@@ -71,7 +74,7 @@ def calibrate_command(
     from offramp.measuring.calibrate import PolicyRequest, calibrate_run
 
     wanted = None if budget is None else parse_count(budget, "--budget")
-    request = PolicyRequest(q, wanted, budget_ms, max_drop_points, risk, probability, family)
+    request = PolicyRequest(q, wanted, budget_ms, max_drop_points, risk, probability, family, anyway)
     if is_bundle(run):
         from offramp.running.labelled import calibrate_bundle
 

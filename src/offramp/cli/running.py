@@ -275,6 +275,7 @@ def predict_command(
         return
     if any(option is not None for option in (workers, part_images, image_column, key_column)) or retry_unreadable:
         raise ValueError("--workers, --part-images, --image-column, --key-column and --retry-unreadable need --ray")
+    from offramp.measuring.sentences import policy_sentence
     from offramp.running.bundle import load_bundle
     from offramp.running.predict import expand, predict, result_table, write_rows
 
@@ -295,10 +296,11 @@ def predict_command(
     if out is not None:
         write_rows(Path(out), found.rows)
     if as_json:
-        print(json.dumps(found.to_json()))
+        print(json.dumps({**found.to_json(), "policy": policy.to_json()}))
     else:
         say(f"results: {out}") if out is not None else print_table(*result_table(found.rows), whole=True)
         say(str(found))
+        say(f"its policy: {policy_sentence(loaded.policies, policy)}")
     if found.unreadable:
         raise typer.Exit(1)
 

@@ -6,6 +6,7 @@ import math
 
 from offramp.common.formatting import Table, millions
 from offramp.measuring.policy import Policies
+from offramp.measuring.sentences import accuracy_text, drop_text, policy_sentence
 from offramp.running.labelled import BundleScore
 from offramp.runs.outputs import EvalSummary
 
@@ -27,9 +28,10 @@ def bundle_table(name: str, score: BundleScore) -> Table:
         [str(k), f"{100 * top1:.2f}", f"{100 * share:.1f}"]
         for k, (top1, share) in enumerate(zip(score.exits, score.policy.shares, strict=True), 1)
     ]
+    top1 = accuracy_text(score.policy.top1, score.top1_interval)
     title = (
-        f"{name} on {score.samples:,} images, {score.about}: {100 * score.policy.top1:.2f} % under its policy, "
-        f"at {millions(score.policy.cost)} mul-adds per image"
+        f"{name} on {score.samples:,} images, {score.about}: {top1} under its policy, at {millions(score.policy.cost)} "
+        f"mul-adds per image, {drop_text(score.drop_points, score.drop_interval)}"
     )
     return title, ["exit", "top-1 % of all", "leave here %"], rows
 
@@ -44,16 +46,10 @@ def policy_table(found: Policies) -> Table:
     ]
     saved = 100 * (1 - policy.mul_adds / found.costs[-1])
     how = f"q = {policy.q:g}" if policy.q is not None else policy.family
-    title = (
-        f"{how}: {100 * policy.top1:.2f} % on the calibration split at {millions(policy.mul_adds)} mul-adds per image, "
-        f"{saved:.0f} % less than the whole network"
-    )
+    title = f"{how}, {millions(policy.mul_adds)} mul-adds per image, {saved:.0f} % less than the whole network"
+    if policy.withheld is not None:
+        title = f"the last exit for everybody, {millions(policy.mul_adds)} mul-adds per image"
     if policy.milliseconds is not None:
-        title += f"; {policy.milliseconds:.3g} ms per image"
-    if policy.promise is not None:
-        p = policy.promise
-        title += (
-            f". With probability {p.probability:g} at most {100 * p.risk:g} % of images are lost, that is wrong here "
-            f"and right for the whole network ({p.lost} of the {p.samples:,} it was certified on)"
-        )
+        title += f", {policy.milliseconds:.3g} ms"
+    title += f": {policy_sentence(found)}"
     return title, ["exit", "mul-adds", f"leaves from {found.measure}", "share %"], rows

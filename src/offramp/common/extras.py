@@ -26,6 +26,7 @@ _EXTRA_OF = {
     "pyarrow": "ray",
     "fsspec": "ray",
     "pandas": "ray",
+    "pillow_heif": "heic",
 }
 
 

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,10 +27,11 @@ MAX_PIXELS = 25_000_000  # of one image, unless told otherwise; more is taken fo
 LONGEST = 20  # times the shorter side; what is longer is cut to its middle before it is resized
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # some others would start programs
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"}
+HEIC_SUFFIXES = {".heic", ".heif"}  # read where `offramp[heic]` is installed, and from files alone
 BAND_PIXELS = 1 << 20  # converted at a time, so that a large image is not in memory in three forms at once
 SMALL_BYTES = 48_000_000  # an image that takes more while it is decoded, some 4 megapixels, is large
 DECODE_BYTES = 300_000_000  # that large images being decoded in this process may take together
-BYTES_PER_PIXEL = {"WEBP": 20}  # while it is decoded, measured
+BYTES_PER_PIXEL = {"WEBP": 20, "HEIF": 20}  # while it is decoded, measured
 USUAL_BYTES_PER_PIXEL = 12  # of all other kinds at most; times the pixels allowed is what one image may take
 UPRIGHT = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -58,10 +60,40 @@ class UnreadableImage(ValueError):
     """Bytes that are no image, or one that must not be opened."""
 
 
+def is_image_name(name: str) -> bool:
+    """Whether a file of this name is an image that can be read here; hidden ones (`._a.jpg` of macOS) are none."""
+    suffix = os.path.splitext(name)[1].lower()
+    return name[:1] not in ("", ".") and (suffix in SUFFIXES or (suffix in HEIC_SUFFIXES and heic_reader()))
+
+
 def image_files(folder: Path) -> list[Path]:
-    """The images in a folder and below, by their names; hidden ones (`._a.jpg`, which macOS leaves) are none."""
-    found = (Path(place, name) for place, _, names in os.walk(folder) for name in names if name[0] != ".")
-    return sorted(path for path in found if path.suffix.lower() in SUFFIXES)
+    """The images in a folder and below, by their names."""
+    return sorted(Path(place, name) for place, _, names in os.walk(folder) for name in names if is_image_name(name))
+
+
+@cache
+def heic_reader() -> bool:
+    """Whether HEIC can be read; where it can, Pillow knows it from here on."""
+    try:
+        from pillow_heif import register_heif_opener
+    except ModuleNotFoundError:
+        return False
+    register_heif_opener()
+    return True
+
+
+def heic_missing() -> str:
+    """What to do about photos of this kind."""
+    return "which pip install 'offramp[heic]' makes readable"
+
+
+def _formats(source: str | Path | bytes) -> tuple[str, ...]:
+    """What an image may be; HEIC only in a file that is called so, as its decoder is large and a server's door open."""
+    if isinstance(source, bytes) or Path(source).suffix.lower() not in HEIC_SUFFIXES:
+        return FORMATS
+    if not heic_reader():
+        raise UnreadableImage(f"it is a HEIC photo, {heic_missing()}")
+    return (*FORMATS, "HEIF")
 
 
 class DecodeBudget:
@@ -96,7 +128,7 @@ BUDGET = DecodeBudget(DECODE_BYTES)
 def open_image(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """An image whose head was read and whose size is allowed; nothing is decoded yet."""
     with _explained():
-        image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+        image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_formats(source))
         most = USUAL_BYTES_PER_PIXEL * max_pixels // _bytes_per_pixel(image)
         if image.width * image.height > most:
             image.close()

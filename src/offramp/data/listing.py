@@ -1,21 +1,33 @@
-"""The files of an image folder: ImageNet's layout, `DIR/train/CLASS/...` and `DIR/val/CLASS/...`, in three splits.
+"""The files of a folder of photos, as people have them, in three splits.
 
-Without `val/` every class gives a fifth of its images (at least one, drawn by the seed) as test split; without
-`train/` the class folders lie in DIR itself. An unreadable image is named, counted and passed over; more than one, and
-one in a hundred, stops whoever reads. Needs no torch: boxes that only run bundles list folders too.
+Class folders lie in DIR or in DIR/train; `val/`, `valid/`, `validation/` or `test/` beside `train/` is the test split,
+else every class gives a fifth of its images (at least one, drawn by the seed). Where there are no class folders, a
+`labels.csv` says what each file shows (label_table.py). What is passed over is counted and said. Needs no torch: boxes
+that only run bundles list folders too.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from dataclasses import dataclass
+import os
+import unicodedata
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from offramp.common.files import short_digest
-from offramp.common.images import SUFFIXES, UnreadableImage, image_files, read_image
+from offramp.common.images import (
+    HEIC_SUFFIXES,
+    SUFFIXES,
+    UnreadableImage,
+    heic_missing,
+    is_image_name,
+    read_image,
+)
+from offramp.data.label_table import LABELS, LabelTable, read_label_table
 from offramp.data.splits import hold_out, hold_out_share
 
 log = logging.getLogger("offramp")
@@ -23,6 +35,8 @@ log = logging.getLogger("offramp")
 TEST_SHARE = 0.2
 CALIBRATION_SHARE = 0.1
 ALLOWED_UNREADABLE = 0.01
+TEST_FOLDERS = ("val", "valid", "validation", "test")  # beside train/; the first that is there
+EXAMPLES = 3  # of what is ignored, or of classes that are too small
 
 
 @dataclass(frozen=True)
@@ -37,13 +51,36 @@ class FileSplit:
         return FileSplit(tuple(self.paths[r] for r in rows), self.labels[rows], self.index[rows])
 
 
+class Ignored:
+    """What a folder holds that is not used: by kind, how many, and the first few."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, list[str]] = {}
+        self.counts: Counter[str] = Counter()
+
+    def note(self, kind: str, names: Iterable[str | Path]) -> None:
+        for name in names:
+            self.counts[kind] += 1
+            if len(self.found.setdefault(kind, [])) < EXAMPLES:
+                self.found[kind].append(os.fspath(name))
+
+    def __str__(self) -> str:
+        """hidden files: 2 (.DS_Store, ._a.jpg); files that are no images: 1 (notes.txt)."""
+        return "; ".join(f"{kind}: {count:,} ({self._some(kind)})" for kind, count in self.counts.items())
+
+    def _some(self, kind: str) -> str:
+        more = ", ..." if self.counts[kind] > len(self.found[kind]) else ""
+        return ", ".join(os.path.basename(name) for name in self.found[kind]) + more
+
+
 @dataclass(frozen=True)
 class FolderListing:
-    """The class folders of a folder, its files in three splits, and a digest of those that training draws from."""
+    """The classes of a folder, its files in three splits, and a digest of those that training draws from."""
 
     class_names: tuple[str, ...]
     splits: dict[str, FileSplit]
     identity: str
+    ignored: str = ""  # in words; empty where everything is used
 
     @property
     def images(self) -> int:
@@ -51,25 +88,122 @@ class FolderListing:
         return sum(len(split.paths) for split in self.splits.values())
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Where the classes of a folder lie: in folders, or in a table. Files are listed by `train` and `test`."""
+
+    root: Path
+    train_root: Path
+    test_root: Path | None
+    class_names: tuple[str, ...]
+    table: LabelTable | None
+    ignored: Ignored = field(default_factory=Ignored)
+
+    @property
+    def split_already(self) -> bool:
+        """Whether the folder itself says which images are for testing."""
+        return self.train_root != self.root or self.test_root is not None or bool(self.table and self.table.test)
+
+    def train(self) -> FileSplit:
+        """The files that training and calibration draw from, and the test split where none is set apart."""
+        if self.table is not None:
+            return self._rows(self.table.train)
+        return list_files(self.train_root, self.class_names, self.ignored)
+
+    def test(self) -> FileSplit | None:
+        if self.table is not None:
+            return self._rows(self.table.test) if self.table.test else None
+        return None if self.test_root is None else list_files(self.test_root, self.class_names, self.ignored)
+
+    def identity(self, train: FileSplit) -> str:
+        """A digest of the classes and of all files that training draws from: with one more, others are held out.
+
+        What it held before there were other layouts than `train/` with `val/` and bare class folders, it holds still.
+        """
+        listed = short_digest(path.relative_to(self.train_root).as_posix() for path in train.paths)
+        parts = [*self.class_names, listed]
+        if self.table is not None:
+            parts += [LABELS, short_digest(map(str, train.labels.tolist())), str(bool(self.table.test))]
+        elif self.test_root is not None and self.test_root.name != "val":
+            parts.append(f"{self.test_root.name}/")
+        return short_digest(parts)
+
+    def _rows(self, rows: Sequence[tuple[Path, str]]) -> FileSplit:
+        numbers = {name: number for number, name in enumerate(self.class_names)}
+        labels = np.array([numbers[label] for _, label in rows], np.int64)
+        return FileSplit(tuple(path for path, _ in rows), labels, np.arange(len(rows)))
+
+    def say_ignored(self) -> str:
+        """Say, once in a process, what is not used."""
+        text = str(self.ignored)
+        if text and (self.root, text) not in _said:
+            _said.add((self.root, text))
+            log.warning("not used in %s: %s", self.root, text)
+        return text
+
+
+_said: set[tuple[Path, str]] = set()
+
+
 def list_folder(data_dir: str | Path | None, seed: int = 0, calibration: int | None = None) -> FolderListing:
     """Three splits of a folder; `calibration` None holds out a tenth of every class."""
-    root = existing_folder(data_dir)
-    train_root = training_root(root)
-    names = class_folders(train_root)
+    layout = folder_layout(data_dir)
+    names = layout.class_names
     if len(names) < 2:
-        raise ValueError(f"{train_root} needs a folder for each of at least two classes, found {len(names)}")
-    train = list_files(train_root, names)
-    identity = folder_identity(train_root, names, train)
-    if (root / "val").is_dir():
-        test = list_files(root / "val", names)
-    else:
-        kept, held = hold_out_share(train.labels, TEST_SHARE, seed, "test")
+        raise ValueError(
+            f"{layout.train_root} needs a folder for each of at least two classes, or a {LABELS}; found {len(names)}"
+        )
+    train, test = layout.train(), layout.test()
+    identity, ignored = layout.identity(train), layout.say_ignored()
+    refuse_small_classes(layout.train_root, train, names, 1 + (test is None) + (calibration is None))
+    if test is None:
+        kept, held = hold_out_share(train.labels, TEST_SHARE, seed, "test", names)
         train, test = train.take(kept), train.take(held)
     if calibration is None:
-        kept, held = hold_out_share(train.labels, CALIBRATION_SHARE, seed, "calibration")
+        kept, held = hold_out_share(train.labels, CALIBRATION_SHARE, seed, "calibration", names)
     else:
-        kept, held = hold_out(train.labels, calibration, seed, "calibration")
-    return FolderListing(names, {"train": train.take(kept), "calibration": train.take(held), "test": test}, identity)
+        kept, held = hold_out(train.labels, calibration, seed, "calibration", names)
+    splits = {"train": train.take(kept), "calibration": train.take(held), "test": test}
+    return FolderListing(names, splits, identity, ignored)
+
+
+def refuse_small_classes(root: Path, files: FileSplit, names: Sequence[str], least: int) -> None:
+    """Every class must have an image for every split that is taken out of these files."""
+    counts = np.bincount(files.labels, minlength=len(names))
+    small = [f"{names[c]!r} has {counts[c]}" for c in np.flatnonzero(counts < least).tolist()]
+    if small:
+        more = f" and {len(small) - EXAMPLES} more classes" if len(small) > EXAMPLES else ""
+        raise ValueError(
+            f"{root}: each class needs at least {least} image{'s'[: least - 1]}, one for each split; "
+            f"{', '.join(small[:EXAMPLES])}{more}. Add some, or take the class out"
+        )
+
+
+def folder_layout(data_dir: str | Path | None, known: Collection[str] = ()) -> Layout:
+    """How a folder says what its images show; `known` are classes that a lone folder may be one of."""
+    root = existing_folder(data_dir)
+    with _permitted():
+        ignored = Ignored()
+        top = _inside_wrappers(root, known)
+        train_root, test_root = _split_roots(top, known, ignored)
+        names = class_folders(train_root)
+        table = None
+        if not _are_classes(names, known):
+            table = read_label_table(top, ignored.note) or read_label_table(train_root, ignored.note)
+        if table is not None:
+            names, train_root, test_root = table.class_names, table.root, None
+            ignored.note("images without a label", table.unlisted)
+        refuse_same_words(train_root, names)
+        if table is None:
+            _note_beside(top, train_root, test_root, ignored)
+        return Layout(top, train_root, test_root, names, table, ignored)
+
+
+def _are_classes(names: Sequence[str], known: Collection[str]) -> bool:
+    """Whether folders of these names are classes, whatever lies beside them: two or more, or known; not `images`."""
+    if set(names) <= set(known):
+        return bool(names)
+    return len(names) > 1 and not {name.casefold() for name in names} <= {"images", *TEST_FOLDERS}
 
 
 def existing_folder(data_dir: str | Path | None) -> Path:
@@ -79,17 +213,66 @@ def existing_folder(data_dir: str | Path | None) -> Path:
     return Path(data_dir)
 
 
-def training_root(root: Path) -> Path:
-    """Where the class folders lie that training draws from: `train/`, or the folder itself."""
-    if (root / "val").is_dir() and not (root / "train").is_dir():
-        raise ValueError(f"{root} has val/ but no train/; put the training images under train/CLASS/")
-    return root / "train" if (root / "train").is_dir() else root
+def _inside_wrappers(root: Path, known: Collection[str] = ()) -> Path:
+    """The folder itself, or what it wraps: a lone folder that holds nothing but folders, as archives unpack to."""
+    for _ in range(3):
+        folders = class_folders(root)
+        if len(folders) != 1 or folders[0] in known or folders[0].casefold() == "train" or _holds_images(root):
+            return root
+        inner = root / folders[0]
+        if not class_folders(inner) or _holds_images(inner):
+            return root
+        root = inner
+    return root
 
 
-def folder_identity(root: Path, names: tuple[str, ...], files: FileSplit) -> str:
-    """A digest of the classes and of all files that training draws from: with one more, others are held out."""
-    listed = short_digest(path.relative_to(root).as_posix() for path in files.paths)
-    return short_digest([*names, listed])
+def _holds_images(folder: Path) -> bool:
+    return any(is_image_name(path.name) for path in folder.iterdir()) or (folder / LABELS).is_file()
+
+
+def _named(root: Path, name: str) -> Path | None:
+    """The folder of this name in another, whatever the case of its letters."""
+    if (root / name).is_dir():
+        return root / name
+    return next((root / own for own in class_folders(root) if own.casefold() == name), None)
+
+
+def _split_roots(top: Path, known: Collection[str], ignored: Ignored) -> tuple[Path, Path | None]:
+    """Where the class folders of training and of the test split lie."""
+    train = _named(top, "train")
+    tests = [found for found in (_named(top, name) for name in TEST_FOLDERS) if found is not None]
+    if train is None:
+        if (top / "val").is_dir():
+            raise ValueError(f"{top} has val/ but no train/; put the training images under train/CLASS/")
+        return top, None
+    inner = [(folder, _inside_wrappers(folder, known)) for folder in tests]
+    usable = [(folder, own) for folder, own in inner if class_folders(own)]
+    ignored.note("folders without classes", [folder for folder, own in inner if not class_folders(own)])
+    if not class_folders(train):
+        return train, None
+    ignored.note("folders beside the one that is the test split", [folder for folder, _ in usable[1:]])
+    return _inside_wrappers(train, known), usable[0][1] if usable else None
+
+
+def _note_beside(top: Path, train_root: Path, test_root: Path | None, ignored: Ignored) -> None:
+    """What lies on the way to the class folders: images with no class, other folders, an unused table."""
+    for place in dict.fromkeys((top, train_root, test_root)):
+        for path in sorted(place.iterdir()) if place is not None else ():
+            if not path.is_dir():
+                ignored.note("images that lie in no class folder" if is_image_name(path.name) else _kind(path), [path])
+            elif path.name.startswith("."):
+                ignored.note("hidden folders", [path])
+            elif place == top != train_root and path.name.casefold() not in ("train", *TEST_FOLDERS):
+                ignored.note("folders beside train/", [path])
+
+
+def _kind(path: Path) -> str:
+    """What a file is that is no image."""
+    if path.name.startswith("."):
+        return "hidden files"
+    if path.suffix.lower() in HEIC_SUFFIXES:
+        return f"HEIC photos, {heic_missing()}"
+    return f"{LABELS}, as there are class folders" if path.name == LABELS else "files that are no images"
 
 
 def class_folders(root: Path) -> tuple[str, ...]:
@@ -97,20 +280,68 @@ def class_folders(root: Path) -> tuple[str, ...]:
     return tuple(sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")))
 
 
-def list_files(root: Path, names: tuple[str, ...]) -> FileSplit:
+def refuse_same_words(root: Path, names: Sequence[str]) -> None:
+    """Two classes that are one word in other cases are most likely one class: whoever has them says which."""
+    seen: dict[str, str] = {}
+    for name in names:
+        word = unicodedata.normalize("NFC", name).casefold()
+        if word in seen:
+            raise ValueError(
+                f"{root} has the classes {seen[word]!r} and {name!r}, which are the same word; put them together, or "
+                "rename one of them"
+            )
+        seen[word] = name
+
+
+def list_files(root: Path, names: tuple[str, ...], ignored: Ignored | None = None) -> FileSplit:
     """The images below `root/NAME`, labelled by the name's place."""
-    strangers = sorted(p.name for p in root.iterdir() if p.is_dir() and p.name not in names and p.name[0] != ".")
-    if strangers:
-        raise ValueError(f"{root} has the class {strangers[0]!r}, which the training folder does not have")
-    paths: list[Path] = []
-    labels: list[int] = []
-    for label, name in enumerate(names):
-        found = image_files(root / name)
-        if not found:
-            raise ValueError(f"{root / name} holds no images ({', '.join(sorted(SUFFIXES))})")
-        paths += found
-        labels += [label] * len(found)
+    ignored = Ignored() if ignored is None else ignored
+    with _permitted():
+        strangers = sorted(set(class_folders(root)) - set(names))
+        if strangers:
+            raise ValueError(f"{root} has the class {strangers[0]!r}, which the training folder does not have")
+        paths: list[Path] = []
+        labels: list[int] = []
+        for label, name in enumerate(names):
+            found = _images_below(root / name, ignored)
+            paths += found
+            labels += [label] * len(found)
     return FileSplit(tuple(paths), np.array(labels, np.int64), np.arange(len(paths)))
+
+
+def _images_below(folder: Path, ignored: Ignored) -> list[Path]:
+    """The images of a class, by their names; at least one."""
+    found: list[Path] = []
+    others: list[Path] = []
+    for place, _, names in os.walk(folder, onerror=_refuse):
+        for name in names:
+            (found if is_image_name(name) else others).append(Path(place, name))
+    for path in sorted(others):
+        ignored.note(_kind(path), [path])
+    if not found:
+        heic = any(path.suffix.lower() in HEIC_SUFFIXES for path in others)
+        why = f"but HEIC photos, {heic_missing()}" if heic else f"({', '.join(sorted(SUFFIXES))})"
+        raise ValueError(f"{folder} holds no images {why}")
+    return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    """A class folder that is missing holds no images, which is said elsewhere; any other trouble is said as it is."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+class _permitted:
+    """A folder that may not be opened is named as such."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, PermissionError):
+            raise ValueError(
+                f"{os.fsdecode(error.filename or '')} may not be opened (permission denied); allow it, or move it away"
+            ) from error
 
 
 class Unreadable:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from offramp.common.seeds import mix
 
+Names = Sequence[str] | None  # of the classes, for sentences about them
 
-def hold_out(labels: np.ndarray, count: int, seed: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+
+def hold_out(
+    labels: np.ndarray, count: int, seed: int, what: str, names: Names = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Split row numbers into (kept, held out), `count` held out evenly over the classes, both in order."""
     classes = np.unique(labels)
     if count < 0 or (count and len(labels) == 0):
@@ -15,14 +21,16 @@ def hold_out(labels: np.ndarray, count: int, seed: int, what: str) -> tuple[np.n
     draw = np.random.default_rng(mix(seed, "hold out", what))
     each, left = divmod(count, max(1, len(classes)))
     one_more = draw.permutation(classes)[:left].tolist()
-    return _hold_out(labels, {label: each + (label in one_more) for label in classes.tolist()}, draw, what)
+    return _hold_out(labels, {label: each + (label in one_more) for label in classes.tolist()}, draw, what, names)
 
 
-def hold_out_share(labels: np.ndarray, share: float, seed: int, what: str) -> tuple[np.ndarray, np.ndarray]:
+def hold_out_share(
+    labels: np.ndarray, share: float, seed: int, what: str, names: Names = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Split row numbers into (kept, held out): `share` of every class, at least one of each."""
     sizes = dict(enumerate(np.bincount(labels).tolist()))
     draw = np.random.default_rng(mix(seed, "hold out", what))
-    return _hold_out(labels, {c: max(1, round(share * n)) for c, n in sizes.items() if n}, draw, what)
+    return _hold_out(labels, {c: max(1, round(share * n)) for c, n in sizes.items() if n}, draw, what, names)
 
 
 def fold_numbers(labels: np.ndarray, folds: int, seed: int) -> np.ndarray:
@@ -39,14 +47,15 @@ def fold_numbers(labels: np.ndarray, folds: int, seed: int) -> np.ndarray:
 
 
 def _hold_out(
-    labels: np.ndarray, takes: dict[int, int], draw: np.random.Generator, what: str
+    labels: np.ndarray, takes: dict[int, int], draw: np.random.Generator, what: str, names: Names
 ) -> tuple[np.ndarray, np.ndarray]:
     held = []
     for label, take in takes.items():
         rows = np.flatnonzero(labels == label)
         if take >= len(rows):
+            called = label if names is None else repr(names[label])
             raise ValueError(
-                f"the {what} split takes {take} samples of class {label}, which has only {len(rows)}; "
+                f"the {what} split takes {take} samples of class {called}, which has only {len(rows)}; "
                 "ask for fewer or add some"
             )
         held.append(draw.permutation(rows)[:take])

@@ -16,16 +16,14 @@ import numpy as np
 from offramp.common.formatting import millions
 from offramp.measuring.calibrate import SPLIT_SEED, PolicyRequest
 from offramp.measuring.confidence import Predictions
-from offramp.measuring.intervals import paired_interval, proportion_interval
-from offramp.measuring.policy import exits_taken, outcome
+from offramp.measuring.intervals import paired_interval, proportion_interval, reach, samples_needed
+from offramp.measuring.policy import WIDEST_POINTS, exits_taken, outcome
 from offramp.measuring.risk import certify, halves, safe_to_cheap
 from offramp.measuring.thresholds import search
 from offramp.runs.outputs import SavedOutputs
 
 BUDGETS = 24  # points of a network with exits
 PARTS = 5
-DROP_POINTS = 0.5  # lost at most, where nothing is asked for
-WIDE_POINTS = 2.0  # either way: a loss that is known no better than this is not trusted
 CANDIDATES = 100
 
 
@@ -169,7 +167,7 @@ def _most_accurate(networks: Sequence[Network], curves: Sequence[Sequence[Point]
 
 def _cheapest(curves: Sequence[Sequence[Point]], request: PolicyRequest, unit: str, anyway: bool) -> Choice:
     """The cheapest whose loss against the single network is small enough and, unless overruled, known well enough."""
-    allowed = DROP_POINTS if request.max_drop_points is None else request.max_drop_points
+    allowed = request.drop_allowed
     single = curves[0][-1]
     close = [
         (point.price(unit), n, p)
@@ -177,23 +175,18 @@ def _cheapest(curves: Sequence[Sequence[Point]], request: PolicyRequest, unit: s
         for p, point in enumerate(curve)
         if 100 * (single.top1 - point.top1) <= allowed + 1e-9 and point.price(unit) <= single.price(unit)
     ]
-    trusted = [one for one in close if anyway or _half_width(curves[one[1]][one[2]], single) <= WIDE_POINTS]
+    trusted = [one for one in close if anyway or _reach(curves[one[1]][one[2]], single) <= WIDEST_POINTS]
     _, n, p = min(trusted)  # the single network itself is always among them
     doubted = [one for one in close if one not in trusted and one[0] < min(trusted)[0]]
     needed = None
     if doubted and (n, p) == (0, len(curves[0]) - 1):
-        needed = min(_needed(curves[n][p], single) for _, n, p in doubted)
+        needed = min(samples_needed(curves[n][p].right, single.right, WIDEST_POINTS) for _, n, p in doubted)
     return _chosen(curves, n, p, needed)
 
 
-def _half_width(point: Point, single: Point) -> float:
-    low, high = paired_interval(point.right, single.right)
-    return (high - low) / 2
-
-
-def _needed(point: Point, single: Point) -> int:
-    """Held-out images that would be enough for the loss to be known to within two points."""
-    return int(np.ceil(len(point.right) * (_half_width(point, single) / WIDE_POINTS) ** 2))
+def _reach(point: Point, single: Point) -> float:
+    """How far the loss against the single network may lie from what was seen, in points."""
+    return reach(100 * (point.top1 - single.top1), paired_interval(point.right, single.right))
 
 
 def _promising(networks: Sequence[Network], curves: Sequence[Sequence[Point]], request: PolicyRequest) -> Choice:

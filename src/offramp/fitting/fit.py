@@ -163,6 +163,11 @@ def _asked_epochs(settings: Sequence[str], config: RunConfig) -> int | None:
     return config.train.epochs if any(s.split("=")[0].strip() == "train.epochs" for s in settings) else None
 
 
+def by_folds(run: Path) -> bool:
+    """Whether the held-out images of a run were judged by other networks: it was trained on all of them itself."""
+    return read_config(run).data.calibration == 0
+
+
 class _FolderFit:
     """One call for a folder of photos; each method is a step."""
 
@@ -281,10 +286,8 @@ class _FolderFit:
             given = Predictions.of(np.asarray(own.logits)[:, rows], own.labels[rows])
             costs = read_summary(one.run).costs
             networks.append(Network(one.family, one.name, given, costs, self._times(one, len(costs)), one.whole))
-        by_folds = (
-            ", each judged by networks that have not seen it" if read_config(found[0].run).data.calibration == 0 else ""
-        )
-        say(f"choosing on {networks[0].given.samples:,} held-out images{by_folds} ...")
+        unseen = ", each judged by networks that have not seen it" if by_folds(found[0].run) else ""
+        say(f"choosing on {networks[0].given.samples:,} held-out images{unseen} ...")
         curves = [points(network, self.request) for network in networks]
         return networks, curves, choose(networks, curves, self.request, anyway)
 
@@ -310,7 +313,8 @@ class _FolderFit:
         """Calibrate and export the chosen network, test and time it beside the single one, and write it all down."""
         one, single = found[choice.network], found[0]
         say(f"chosen: {one.family}, {one.name}; exporting and timing ...")
-        policies = self._calibrated(one, networks[choice.network], curves[choice.network][choice.point])
+        folds = (plan.folds or plan.tuned_folds) if by_folds(one.run) else None
+        policies = self._calibrated(one, networks[choice.network], curves[choice.network][choice.point], folds)
         bundle = replace_bundle(one.run, self.out / "bundle", self.serving.format)
         tested = self._tested(one, single, policies, bundle, data)
         samples = networks[0].given.samples
@@ -350,15 +354,16 @@ class _FolderFit:
         report = write_report([one.run], self.out / "report.html")
         return Fitted(one.run, bundle, policies, sentence, report, look.warnings)
 
-    def _calibrated(self, one: Candidate, network: Network, point: Point) -> Policies:
+    def _calibrated(self, one: Candidate, network: Network, point: Point, folds: int | None) -> Policies:
         """The thresholds of the chosen point, from all held-out images, written into its run."""
         if network.given.num_exits == 1:
-            return calibrate_run(one.run, PolicyRequest(max_drop_points=0))
+            return calibrate_run(one.run, PolicyRequest(max_drop_points=0), folds=folds)
         if self.request.risk is not None:
-            return calibrate_run(one.run, self.request)
+            return calibrate_run(one.run, self.request, folds=folds)
         if self.request.budget_ms is not None:
-            return calibrate_run(one.run, PolicyRequest(budget_ms=point.budget), times=one.run / TIMES)
-        return calibrate_run(one.run, PolicyRequest(budget_mul_adds=point.budget))
+            asked = PolicyRequest(budget_ms=point.budget)
+            return calibrate_run(one.run, asked, times=one.run / TIMES, folds=folds)
+        return calibrate_run(one.run, PolicyRequest(budget_mul_adds=point.budget), folds=folds)
 
     def _tested(
         self, one: Candidate, single: Candidate, policies: Policies, bundle: Path, data: ImageFolderDataset

@@ -66,8 +66,7 @@ def asked_sentence(request: PolicyRequest) -> str:
             f"the cheapest network that loses at most {100 * request.risk:g} % of the images that the single network "
             f"has right, with probability {request.probability:g}"
         )
-    drop = 0.5 if request.max_drop_points is None else request.max_drop_points
-    return f"the cheapest network within {drop:g} points of the single network"
+    return f"the cheapest network within {request.drop_allowed:g} points of the single network"
 
 
 @dataclass(frozen=True)

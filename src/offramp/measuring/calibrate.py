@@ -1,29 +1,43 @@
 """Policies from saved outputs: the calibration split of an evaluated run goes in, `policy.json` comes out.
 
 A `PolicyRequest` says what is wanted of the policy: a q, a budget, a largest drop in accuracy or a promise about risk.
-The test split is never looked at here.
+The test split is never looked at here. Every policy has intervals that allow for its thresholds having been chosen on
+the samples they are judged on; where a drop was asked for and its interval is wide, everybody goes to the last exit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from offramp.common.files import read_json
 from offramp.common.names import unknown
 from offramp.measuring.confidence import Predictions, fit_temperatures
-from offramp.measuring.policy import FAMILIES, Policies, Policy, Promise, check_budget, outcome, write_policies
+from offramp.measuring.intervals import Interval, paired_interval, proportion_interval, reach, samples_needed
+from offramp.measuring.policy import (
+    FAMILIES,
+    WIDEST_POINTS,
+    Policies,
+    Policy,
+    Promise,
+    Withheld,
+    check_budget,
+    outcome,
+    rights,
+    write_policies,
+)
 from offramp.measuring.risk import halves, promised
 from offramp.measuring.thresholds import NEVER, Q_GRID, Thresholds, q_at_budget, q_thresholds, search
 from offramp.runs.folder import POLICY
 from offramp.runs.outputs import SavedOutputs, read_outputs, read_summary
 
 SEARCHED = 40  # policies of the searched family, their budgets spread evenly on a logarithmic scale
-SPLIT_SEED = 0  # of the halves behind a promise
+SPLIT_SEED = 0  # of the halves behind a promise, and of the parts behind an interval
+PARTS = 5  # of the samples, each judged by thresholds that the others chose
 
 
 @dataclass(frozen=True)
@@ -37,6 +51,12 @@ class PolicyRequest:
     risk: float | None = None
     probability: float = 0.95
     family: str = "searched"
+    anyway: bool = False  # a drop is acted on however wide its interval
+
+    @property
+    def drop_allowed(self) -> float:
+        """Points against the whole network that may be lost, where neither budget nor promise is asked for."""
+        return 0.5 if self.max_drop_points is None else self.max_drop_points
 
     def __post_init__(self) -> None:
         asked = [f.name for f in fields(self)[:5] if getattr(self, f.name) is not None]
@@ -49,6 +69,16 @@ class PolicyRequest:
         if self.budget_ms is not None and not self.budget_ms > 0:
             raise ValueError(f"budget_ms must be above 0, got {self.budget_ms:g}")
 
+    @property
+    def by_drop(self) -> bool:
+        """Whether it asks for a largest drop, as it does when nothing else is said."""
+        return all(wanted is None for wanted in (self.q, self.budget_mul_adds, self.budget_ms, self.risk))
+
+    @property
+    def sees_labels(self) -> bool:
+        """Whether labels have a part in the choice of thresholds; in the paper's family within a budget they do not."""
+        return self.q is None and (self.by_drop or self.family != "q")
+
 
 def calibrate(
     run: str | Path,
@@ -58,13 +88,17 @@ def calibrate(
     temperature: bool = False,
     times: str | Path | None = None,
     lazy: bool = False,
+    folds: int | None = None,
     out: str | Path | None = None,
 ) -> Policies:
     """Find the policy asked for, and both families around it, and write them to `RUN/policy.json` or `out`.
 
     `run` is any folder that was evaluated: a run, a saved model, or what `offramp.evaluate` wrote.
-    `lazy` counts what each exit costs if it runs only what its own head needs; the network then runs that way.
+    `lazy` counts what each exit costs if it runs only what its own head needs; the network then runs that way. `folds`
+    says of how many networks its calibration outputs are, each on what it was not trained on; it makes an estimate.
     """
+    if folds is not None:
+        _refuse_promise(request)
     summary = read_summary(run)
     costs = summary.lazy_costs if lazy else summary.costs
     if not costs:
@@ -72,7 +106,7 @@ def calibrate(
     saved = read_outputs(run, "calibration")
     milliseconds = None if times is None else stage_times(read_json(times), len(costs))
     found = find_policies(saved, costs, request or PolicyRequest(), measure, temperature, milliseconds)
-    found = replace(found, schedule="lazy" if lazy else "eager")
+    found = replace(found, schedule="lazy" if lazy else "eager", folds=folds)
     write_policies(Path(run) / POLICY if out is None else out, found)
     return found
 
@@ -93,14 +127,122 @@ def find_policies(
         raise ValueError("a budget in milliseconds needs measured stage times: --times FILE")
     temperatures = _temperatures(saved, request) if temperature else None
     given = Predictions.of(saved.logits, saved.labels, measure, temperatures)
-    families = [*q_family(given, costs), *searched_family(given, costs)]
     prices = milliseconds if request.budget_ms is not None and milliseconds is not None else costs
-    found = _asked_for(given, prices, request)
-    chosen = judged(given, costs, found.family, found.thresholds, found.q, found.promise)
-    policies = [*families, chosen]
+    policies = [*_families(given, costs), _chosen(given, costs, prices, request)]
     if milliseconds is not None:
         policies = [_timed(policy, milliseconds) for policy in policies]
-    return Policies(measure, temperatures, tuple(costs), tuple(policies), len(families))
+    return Policies(measure, temperatures, tuple(costs), tuple(policies), len(policies) - 1)
+
+
+def find_cross_fitted(
+    folds: Sequence[SavedOutputs],
+    costs: Sequence[int],
+    request: PolicyRequest | None = None,
+    measure: str = "max_softmax",
+    temperature: bool = False,
+    milliseconds: Sequence[float] | None = None,
+) -> Policies:
+    """The same on the outputs of several networks together, each on the fold that it was not trained on.
+
+    For data so small that all of it is trained on: the network that will use the policies has seen every fold, so what
+    is found is an estimate, and no promise can be made.
+    """
+    request = request or PolicyRequest()
+    if len(folds) < 2:
+        raise ValueError(f"cross-fitting takes the outputs of at least two folds, got {len(folds)}")
+    _refuse_promise(request)
+    if len({fold.logits.shape[::2] for fold in folds}) > 1:
+        raise ValueError("the folds' outputs are of different networks: their exits or classes differ")
+    index = np.concatenate([fold.index for fold in folds])
+    if len(np.unique(index)) < len(index):
+        raise ValueError("a sample is in more than one fold; each is answered by the one network that never saw it")
+    logits, labels = np.concatenate([fold.logits for fold in folds], 1), np.concatenate([fold.labels for fold in folds])
+    together = SavedOutputs(logits, labels, index, None, None, None)
+    return replace(find_policies(together, costs, request, measure, temperature, milliseconds), folds=len(folds))
+
+
+def _refuse_promise(request: PolicyRequest | None) -> None:
+    if request is not None and request.risk is not None:
+        raise ValueError(
+            "a promise about risk needs images that the network itself never saw; the outputs of folds come from other "
+            "networks and give an estimate: ask for max_drop_points or a budget, or hold out a calibration split"
+        )
+
+
+def _families(given: Predictions, costs: Sequence[int]) -> list[Policy]:
+    """Both families with their intervals; those of the paper's see no labels, so they are judged as they are."""
+    searched = searched_family(given, costs)
+    apart = _apart(given, lambda rest: search(rest, costs, _budgets(costs)))
+    own = [[(held, found[at]) for held, found in apart] for at in range(len(searched))]
+    plain = [with_intervals(policy, given) for policy in q_family(given, costs)]
+    return plain + [with_intervals(p, given, unseen) for p, unseen in zip(searched, own, strict=True)]
+
+
+def _chosen(given: Predictions, costs: Sequence[int], prices: Sequence[float], request: PolicyRequest) -> Policy:
+    """The policy asked for; or the last exit for everybody, where a drop was asked for that nobody can tell."""
+    found = _asked_for(given, prices, request)
+    policy = judged(given, costs, found.family, found.thresholds, found.q, found.promise)
+    unseen: list[Unseen] = []
+    if request.risk is not None:
+        unseen = [(given.rows(halves(given.samples, SPLIT_SEED)[1]), found.thresholds)]
+    elif request.sees_labels:
+        unseen = _apart(given, lambda rest: _asked_for(rest, prices, request).thresholds)
+    policy = with_intervals(policy, given, unseen)
+    assert policy.drop_points is not None and policy.drop_interval is not None
+    wide = reach(policy.drop_points, policy.drop_interval)
+    if not request.by_drop or request.anyway or wide <= WIDEST_POINTS:
+        return policy
+    enough = _enough(given, found.thresholds, unseen, wide)
+    withheld = Withheld(policy.mul_adds, policy.drop_points, policy.drop_interval, enough)
+    last = with_intervals(judged(given, costs, found.family, (NEVER,) * (given.num_exits - 1)), given)
+    return replace(last, withheld=withheld)
+
+
+T = TypeVar("T")
+Unseen = tuple[Predictions, Thresholds]  # samples, and thresholds that they had no part in
+
+
+def _apart(given: Predictions, choose: Callable[[Predictions], T]) -> list[tuple[Predictions, T]]:
+    """Each part of the samples, with what the others choose."""
+    order = np.random.default_rng(SPLIT_SEED).permutation(given.samples)
+    parts = [np.sort(order[at::PARTS]) for at in range(min(PARTS, given.samples))] if given.samples > 1 else []
+    return [(given.rows(part), choose(given.rows(np.setdiff1d(order, part)))) for part in parts]
+
+
+def with_intervals(policy: Policy, given: Predictions, unseen: Sequence[Unseen] = ()) -> Policy:
+    """The policy with intervals wide enough for the samples as they are, and for those that had no part in its choice.
+
+    The first alone would be too good, as thresholds are chosen to look good here; the second alone would be too narrow,
+    as it speaks of thresholds like these, not of these (docs/measuring.md).
+    """
+    samples, points = given.samples, 100 * float(given.right[-1].mean() - policy.top1)
+    views = [(given.right[-1], rights(given, policy.thresholds))]
+    if unseen:
+        views.append(_pooled(unseen))
+    top1 = _hull([proportion_interval(int(own.sum()), len(own)) for _, own in views])
+    drop = _hull([paired_interval(last, own) for last, own in views])
+    if all(t == NEVER for t in policy.thresholds):
+        points, drop = 0.0, (0.0, 0.0)
+    return replace(policy, samples=samples, top1_interval=top1, drop_points=points, drop_interval=drop)
+
+
+def _pooled(unseen: Sequence[Unseen]) -> tuple[np.ndarray, np.ndarray]:
+    """What the last exit and what the thresholds get right, of all samples that had no part in the choice."""
+    last = np.concatenate([held.right[-1] for held, _ in unseen])
+    return last, np.concatenate([rights(held, thresholds) for held, thresholds in unseen])
+
+
+def _hull(intervals: Sequence[Interval]) -> Interval:
+    return min(low for low, _ in intervals), max(high for _, high in intervals)
+
+
+def _enough(given: Predictions, thresholds: Thresholds, unseen: Sequence[Unseen], wide: float) -> int:
+    """Some number of samples at which the interval would reach no further than allowed, to two digits."""
+    last, own = _pooled(unseen) if unseen else (given.right[-1], rights(given, thresholds))
+    plain = reach(100 * float(last.mean() - own.mean()), paired_interval(last, own))
+    needed = max(samples_needed(last, own, WIDEST_POINTS * min(1.0, plain / wide)), given.samples + 1)
+    digit = 10 ** max(len(str(needed)) - 2, 0)
+    return -(-needed // digit) * digit
 
 
 def q_family(given: Predictions, costs: Sequence[int]) -> list[Policy]:
@@ -144,7 +286,7 @@ def _asked_for(given: Predictions, costs: Sequence[float], request: PolicyReques
     if budget is not None:
         check_budget(budget, costs, "mul-adds" if request.budget_ms is None else "ms")
         return _at_budget(given, costs, request.family, budget)
-    drop = 0.5 if request.max_drop_points is None else request.max_drop_points
+    drop = request.drop_allowed
     return _within_drop(given, costs, request.family, drop)
 
 

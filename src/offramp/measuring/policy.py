@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from offramp.common.formatting import millions
 from offramp.measuring.confidence import MEASURES, Predictions
 
 SCHEMA = 1
+WIDEST_POINTS = 2.0  # that an interval may reach beyond an estimated drop which is acted on
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,22 @@ class Promise:
 
 
 @dataclass(frozen=True)
+class Withheld:
+    """A policy that was found and not given: the samples were too few to say what it loses, and so many would do."""
+
+    mul_adds: float
+    drop_points: float
+    drop_interval: tuple[float, float]
+    samples_needed: int
+
+
+@dataclass(frozen=True)
 class Policy:
-    """Thresholds of every exit but the last (infinity: nobody leaves there), and what they gave on calibration."""
+    """Thresholds of every exit but the last (infinity: nobody leaves there), and what they gave on calibration.
+
+    Intervals are of 95 %; the drop is what is lost against the last exit on the same `samples`, in points. Files of
+    version 0.1 have neither.
+    """
 
     family: str
     q: float | None
@@ -43,6 +58,11 @@ class Policy:
     top1: float
     milliseconds: float | None = None
     promise: Promise | None = None
+    samples: int | None = None
+    top1_interval: tuple[float, float] | None = None
+    drop_points: float | None = None
+    drop_interval: tuple[float, float] | None = None
+    withheld: Withheld | None = None
 
     def to_json(self) -> dict[str, Any]:
         value = asdict(self)
@@ -51,12 +71,27 @@ class Policy:
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Policy:
-        given = dict(value)
+        given = {f.name: value[f.name] for f in fields(Policy) if f.name in value}
         given["thresholds"] = tuple(math.inf if t is None else float(t) for t in value["thresholds"])
         given["shares"] = tuple(float(share) for share in value["shares"])
         if given.get("promise") is not None:
             given["promise"] = Promise(**given["promise"])
+        for name in ("top1_interval", "drop_interval"):
+            given[name] = _interval(value.get(name), name)
+        if given.get("withheld") is not None:
+            own = _interval(given["withheld"]["drop_interval"], "drop_interval")
+            given["withheld"] = Withheld(**{**given["withheld"], "drop_interval": own})
         return Policy(**given)
+
+
+def _interval(value: Any, name: str) -> tuple[float, float] | None:
+    """Two numbers, the lower one first, or none."""
+    if value is None:
+        return None
+    low, high = (float(end) for end in value) if len(value) == 2 else (math.nan, math.nan)
+    if not -math.inf < low <= high < math.inf:
+        raise ValueError(f"its {name} must be two numbers, the lower one first")
+    return low, high
 
 
 @dataclass(frozen=True)
@@ -69,6 +104,7 @@ class Policies:
     policies: tuple[Policy, ...]
     chosen: int
     schedule: str = "eager"  # what the costs count
+    folds: int | None = None  # networks whose outputs were put together, each trained without what it answered
 
     @property
     def policy(self) -> Policy:
@@ -105,6 +141,7 @@ class Policies:
             "schedule": self.schedule,
             "costs": list(self.costs),
             "chosen": self.chosen,
+            "folds": self.folds,
             "policies": [policy.to_json() for policy in self.policies],
         }
 
@@ -120,6 +157,7 @@ class Policies:
             tuple(Policy.from_json(policy) for policy in value["policies"]),
             int(value["chosen"]),
             str(value.get("schedule", "eager")),
+            None if value.get("folds") is None else int(value["folds"]),
         )
         _check(found)
         return found
@@ -200,6 +238,11 @@ class Outcome:
     top1: float
     cost: float
     shares: tuple[float, ...]
+
+
+def rights(given: Predictions, thresholds: Sequence[float]) -> np.ndarray:
+    """Which samples a policy gets right."""
+    return given.right[exits_taken(given.confidences, thresholds) - 1, np.arange(given.samples)]
 
 
 def outcome(given: Predictions, thresholds: Sequence[float], costs: Sequence[float]) -> Outcome:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from offramp.measuring.confidence import Predictions
-from offramp.measuring.policy import Promise, exits_taken, outcome
+from offramp.measuring.policy import Promise, outcome, rights
 from offramp.measuring.thresholds import NEVER, Thresholds, search
 
 CANDIDATES = 100
@@ -21,8 +21,7 @@ CANDIDATES = 100
 
 def lost(given: Predictions, thresholds: Sequence[float]) -> int:
     """How many samples the policy gets wrong that the last exit gets right."""
-    taken = exits_taken(given.confidences, thresholds) - 1
-    return int((given.right[-1] & ~given.right[taken, np.arange(given.samples)]).sum())
+    return int((given.right[-1] & ~rights(given, thresholds)).sum())
 
 
 def binomial_tail(hits: int, trials: int, chance: float) -> float:
@@ -38,15 +37,6 @@ def binomial_tail(hits: int, trials: int, chance: float) -> float:
 
 def _log_factorial(counts: np.ndarray) -> np.ndarray:
     return np.array([math.lgamma(count + 1) for count in counts.tolist()])
-
-
-def upper_bound(hits: int, trials: int, probability: float) -> float:
-    """The exact (Clopper-Pearson) upper bound on a chance, by bisection."""
-    low, high = hits / trials, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (low, middle) if binomial_tail(hits, trials, middle) <= 1 - probability else (middle, high)
-    return high
 
 
 def certify(

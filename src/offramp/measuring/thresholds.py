@@ -29,7 +29,7 @@ WINDOW = 0.1  # of the samples are averaged over when correctness is smoothed
 RATES = np.geomspace(1e-3, 10, 30)  # points of accuracy for the whole span of costs, from cheap talk to misers
 
 
-@lru_cache
+@lru_cache(1 << 14)  # many budgets ask for the same ones
 def exit_counts(samples: int, num_exits: int, q: float) -> tuple[int, ...]:
     """How many of N samples leave at each exit for a given q: p_k = q^k / sum of q^j, k = 1..K.
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.common.formatting import millions, with_spread
+from offramp.measuring.intervals import Interval
 from offramp.measuring.metrics import Curve
 from offramp.reporting.groups import Group
-from offramp.reporting.intervals import Interval
 from offramp.reporting.shipped import Shipped, StageTimes, find_shipped, right_interval, shown_family, suggested_outcome
 from offramp.runs.config import same_but_for_weighting
 

@@ -21,11 +21,11 @@ from PIL import Image
 
 from offramp.common.formatting import Table
 from offramp.measuring.confidence import predicted_classes
+from offramp.measuring.intervals import proportion_interval
 from offramp.measuring.policy import Policy, exits_taken, outcome
 from offramp.reporting import page_parts as parts
 from offramp.reporting.drawing import Frame, Panels, inline_framed
 from offramp.reporting.groups import Group, RunData
-from offramp.reporting.intervals import proportion_interval
 from offramp.reporting.shipped import (
     Shipped,
     StageTimes,

@@ -16,9 +16,9 @@ import numpy as np
 from offramp.common.files import read_json
 from offramp.measuring.calibrate import stage_times
 from offramp.measuring.confidence import predicted_classes
+from offramp.measuring.intervals import Interval, paired_interval, proportion_interval
 from offramp.measuring.policy import FAMILIES, Outcome, Policy, exits_taken, mean_cost, outcome
 from offramp.reporting.groups import Group, RunData
-from offramp.reporting.intervals import Interval, paired_interval, proportion_interval
 
 SLACK_POINTS = 0.5  # what a suggested policy may lose on the calibration split
 HARDEST = 12

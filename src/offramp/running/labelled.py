@@ -21,17 +21,9 @@ from offramp.common.files import new_folder, read_json
 from offramp.common.images import MAX_PIXELS, Preprocessing, UnreadableImage
 from offramp.common.names import unknown
 from offramp.common.pretrained import MANIFEST
-from offramp.data.listing import (
-    FileSplit,
-    Unreadable,
-    class_folders,
-    existing_folder,
-    folder_identity,
-    list_files,
-    list_folder,
-    training_root,
-)
+from offramp.data.listing import FileSplit, Unreadable, folder_layout, list_folder
 from offramp.measuring.calibrate import PolicyRequest, find_policies, stage_times
+from offramp.measuring.intervals import Interval, paired_interval, proportion_interval
 from offramp.measuring.policy import Outcome, Policies, mean_cost, shares_of, write_policies
 from offramp.running.bundle import POLICY, Bundle, load_bundle, read_cut_photos, write_manifest
 from offramp.running.engines.protocol import all_logits
@@ -125,16 +117,17 @@ def images_of_folder(
     In the folder that its network was trained on, and in one with train/ and val/, only the split that training holds
     out; `calibration` is how many it held out, a tenth unless told.
     """
-    root = existing_folder(data_dir)
-    train = training_root(root)
-    names = class_folders(train)
+    layout = folder_layout(data_dir, bundle.classes)
+    root, names = Path(str(data_dir)), layout.class_names
     if not names:
         raise ValueError(f"{root} needs a folder of images for each class")
     labels = known_labels(bundle, names, str(root))
-    files, about = list_files(train, names), f"all of {root}"
-    if train != root or (bundle.card.data and folder_identity(train, names, files) == bundle.card.data):
+    files, about = layout.train(), f"all of {root}"
+    if layout.split_already or (bundle.card.data and layout.identity(files) == bundle.card.data):
         files = list_folder(root, bundle.card.seed, calibration).splits[split]
-        about = f"the {split} split of {root}" + (", which training held out" if train == root else "")
+        about = f"the {split} split of {root}" + ("" if layout.split_already else ", which training held out")
+    else:
+        layout.say_ignored()
     return FolderImages(files, about, labels, bundle.card.preprocessing, max_pixels)
 
 
@@ -172,6 +165,9 @@ class BundleScore:
     samples: int
     exits: tuple[float, ...]
     policy: Outcome
+    top1_interval: Interval  # of 95 %
+    drop_points: float  # against the last exit, on the same images
+    drop_interval: Interval
     about: str = "test images"
 
 
@@ -208,7 +204,15 @@ def score_of(parts: Sequence[Judged], costs: Sequence[int], about: str) -> Bundl
     every = np.concatenate([part.every for part in parts], 1)
     right, exits = (np.concatenate([getattr(part, name) for part in parts]) for name in ("right", "exits"))
     policy = Outcome(float(right.mean()), mean_cost(exits, costs), shares_of(exits, len(costs)))
-    return BundleScore(len(right), tuple(every.mean(1).tolist()), policy, about)
+    return BundleScore(
+        len(right),
+        tuple(every.mean(1).tolist()),
+        policy,
+        proportion_interval(int(right.sum()), len(right)),
+        100 * float(every[-1].mean() - right.mean()),
+        (0.0, 0.0) if (exits == len(costs)).all() else paired_interval(every[-1], right),
+        about,
+    )
 
 
 def calibrate_bundle(
