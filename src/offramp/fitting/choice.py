@@ -186,6 +186,8 @@ def _cheapest(curves: Sequence[Sequence[Point]], request: PolicyRequest, unit: s
 
 def _reach(point: Point, single: Point) -> float:
     """How far the loss against the single network may lie from what was seen, in points."""
+    if point is single:
+        return 0.0
     return reach(100 * (point.top1 - single.top1), paired_interval(point.right, single.right))
 
 
@@ -212,7 +214,7 @@ def _promising(networks: Sequence[Network], curves: Sequence[Sequence[Point]], r
 
 def _chosen(curves: Sequence[Sequence[Point]], n: int, p: int, needed: int | None = None) -> Choice:
     single, point = curves[0][-1], curves[n][p]
-    low, high = sorted(-end for end in paired_interval(point.right, single.right))
+    low, high = (0.0, 0.0) if point is single else paired_interval(single.right, point.right)
     return Choice(n, p, 100 * (single.top1 - point.top1), (low, high), needed)
 
 
