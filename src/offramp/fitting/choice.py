@@ -187,8 +187,15 @@ def _cheapest(curves: Sequence[Sequence[Point]], request: PolicyRequest, unit: s
 
 
 def _half_width(point: Point, single: Point) -> float:
-    low, high = paired_interval(point.right, single.right)
+    low, high = _drop_interval(point, single)
     return (high - low) / 2
+
+
+def _drop_interval(point: Point, single: Point) -> tuple[float, float]:
+    """Of the points lost against the single network, which loses none against itself."""
+    if point is single:
+        return 0.0, 0.0
+    return paired_interval(single.right, point.right)
 
 
 def _needed(point: Point, single: Point) -> int:
@@ -219,8 +226,7 @@ def _promising(networks: Sequence[Network], curves: Sequence[Sequence[Point]], r
 
 def _chosen(curves: Sequence[Sequence[Point]], n: int, p: int, needed: int | None = None) -> Choice:
     single, point = curves[0][-1], curves[n][p]
-    low, high = sorted(-end for end in paired_interval(point.right, single.right))
-    return Choice(n, p, 100 * (single.top1 - point.top1), (low, high), needed)
+    return Choice(n, p, 100 * (single.top1 - point.top1), _drop_interval(point, single), needed)
 
 
 def families_json(networks: Sequence[Network], curves: Sequence[Sequence[Point]], runs: Mapping[str, str]) -> Any:
