@@ -186,9 +186,14 @@ def _cheapest(curves: Sequence[Sequence[Point]], request: PolicyRequest, unit: s
 
 def _reach(point: Point, single: Point) -> float:
     """How far the loss against the single network may lie from what was seen, in points."""
+    return reach(100 * (single.top1 - point.top1), _drop_interval(point, single))
+
+
+def _drop_interval(point: Point, single: Point) -> tuple[float, float]:
+    """Of the points lost against the single network, which loses none against itself."""
     if point is single:
-        return 0.0
-    return reach(100 * (point.top1 - single.top1), paired_interval(point.right, single.right))
+        return 0.0, 0.0
+    return paired_interval(single.right, point.right)
 
 
 def _promising(networks: Sequence[Network], curves: Sequence[Sequence[Point]], request: PolicyRequest) -> Choice:
@@ -214,8 +219,7 @@ def _promising(networks: Sequence[Network], curves: Sequence[Sequence[Point]], r
 
 def _chosen(curves: Sequence[Sequence[Point]], n: int, p: int, needed: int | None = None) -> Choice:
     single, point = curves[0][-1], curves[n][p]
-    low, high = (0.0, 0.0) if point is single else paired_interval(single.right, point.right)
-    return Choice(n, p, 100 * (single.top1 - point.top1), (low, high), needed)
+    return Choice(n, p, 100 * (single.top1 - point.top1), _drop_interval(point, single), needed)
 
 
 def families_json(networks: Sequence[Network], curves: Sequence[Sequence[Point]], runs: Mapping[str, str]) -> Any:
