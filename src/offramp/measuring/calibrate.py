@@ -239,8 +239,8 @@ def _hull(intervals: Sequence[Interval]) -> Interval:
 def _enough(given: Predictions, thresholds: Thresholds, unseen: Sequence[Unseen], wide: float) -> int:
     """Some number of samples at which the interval would reach no further than allowed, to two digits."""
     last, own = _pooled(unseen) if unseen else (given.right[-1], rights(given, thresholds))
-    plain = reach(100 * float(last.mean() - own.mean()), paired_interval(last, own))
-    needed = max(samples_needed(last, own, WIDEST_POINTS * min(1.0, plain / wide)), given.samples + 1)
+    least = int(given.samples * wide / WIDEST_POINTS) + 1  # no interval narrows faster
+    needed = max(samples_needed(last, own, WIDEST_POINTS), least)
     digit = 10 ** max(len(str(needed)) - 2, 0)
     return -(-needed // digit) * digit
 

@@ -58,8 +58,8 @@ def _withheld(own: Withheld, samples: int | None) -> str:
     low, high = own.drop_interval
     return (
         f"Nobody leaves early: on {samples:,} images the policy that was asked for loses {own.drop_points:.2f} points, "
-        f"with 95 % between {low:.1f} and {high:.1f}, which is more than {WIDEST_POINTS:g} points either way. At least "
-        f"some {own.samples_needed:,} labelled images are needed to tell; --anyway takes the estimate."
+        f"with 95 % between {low:.1f} and {high:.1f}, which is more than {WIDEST_POINTS:g} points either way. Some "
+        f"{own.samples_needed:,} labelled images are needed to tell; --anyway takes the estimate."
     )
 
 
