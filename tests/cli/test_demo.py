@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from offramp.cli.demo import comparison, run_clothes, run_demo
+from offramp.cli.demo import comparison, run_demo, run_photos_demo
 from offramp.data.listing import list_folder
 from offramp.measuring.policy import read_policies
 from offramp.reporting.groups import gather
@@ -46,7 +46,7 @@ def test_weightings_stand_with_their_spread() -> None:
 
 def test_photos_end_with_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("timm")
-    folder = run_clothes(tmp_path, "cpu")
+    folder = run_photos_demo(tmp_path, "cpu")
     said = capsys.readouterr().out
     assert re.search(LEAD, said) and "A toy set" in said and "of 40 test images are right" in said
     asked = re.search(r"^\$ offramp predict (\S+) (\S+)$", said, re.MULTILINE)

@@ -52,6 +52,11 @@ class StoredRun:
         return () if self.summary is None else self.summary.exits["test"]
 
     @property
+    def costs(self) -> tuple[int, ...]:
+        """Mul-adds up to each exit; nothing for a run of which only the log was kept."""
+        return () if self.summary is None else self.summary.costs
+
+    @property
     def seconds(self) -> float | None:
         """How long training took, evaluations of the calibration split included."""
         return self.log[-1].get("seconds") if self.log else None
