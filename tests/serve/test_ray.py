@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -233,6 +234,31 @@ def test_no_answer_is_wrong_or_missing_while_things_die(cluster: Any) -> None:
 @pytest.mark.timeout(3600)
 def test_no_answer_is_wrong_or_missing_while_things_die_again_and_again(cluster: Any) -> None:
     under_load(cluster, seconds=15.0, rounds=5)
+
+
+@pytest.mark.slow
+def test_replicas_come_while_requests_wait_and_the_end_answers_what_is_inside(cluster: Any) -> None:
+    from offramp.serve.ray_app import deploy, ray_here, remove
+
+    cluster.add_node(num_cpus=2)
+    cluster.wait_for_nodes()
+    with ray_here(cluster.address):
+        job, config = Job("helpers.server:fake_app", {"delay_s": 0.3}), ServeConfig(queue=32)
+        url = deploy(job, Replicas(1, 2), config, port=0, name="offramp-test")
+        assert len(replica_pids()) == 1
+        with Load(url, clients=12) as load:
+            until(lambda: len(replica_pids()) == 2, 90)
+            time.sleep(5)
+            since = len(load.attempts)
+            time.sleep(3)
+        assert not load.wrong and not load.missing and len(load.attempts) > since
+        with ThreadPoolExecutor(8) as others:
+            ask = partial(httpx.post, f"{url}/predict", files={"images": picture(6, 3)}, trust_env=False, timeout=30)
+            inside = [others.submit(ask) for _ in range(8)]
+            time.sleep(0.6)
+            remove("offramp-test")
+            assert [labels(one.result()) for one in inside] == [[6]] * 8
+        until(lambda: not replica_pids(), 30)
 
 
 @pytest.mark.slow
