@@ -11,6 +11,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -87,15 +88,17 @@ class Load:
     wrong: list[Any] = field(default_factory=list)
     missing: list[BaseException] = field(default_factory=list)
     answers: list[dict[str, Any]] = field(default_factory=list)
+    deaths: list[tuple[float, float]] = field(default_factory=list)  # of replicas: last seen alive, first seen gone
 
     def __enter__(self) -> Load:
-        [code] = re.findall(r"```python\n(import base64.*?)```", DOCS.read_text(), re.DOTALL)
+        [code] = re.findall(r"```py\n(import base64.*?)```", DOCS.read_text(), re.DOTALL)
         self._code: dict[str, Any] = {}
         exec(compile(code, str(DOCS), "exec"), self._code)
         self._open = urllib.request.urlopen
         urllib.request.urlopen = self._watched
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._client, args=(n,)) for n in range(self.clients)]
+        self._threads.append(threading.Thread(target=self._watch))
         for thread in self._threads:
             thread.start()
         return self
@@ -132,16 +135,27 @@ class Load:
             if [found["class"] for found in answer["predictions"]] != [label]:
                 self.wrong.append((label, answer))
 
+    def _watch(self) -> None:
+        """Note when replicas end."""
+        seen, at = set(replica_pids()), time.monotonic()
+        while not self._stop.wait(0.2):
+            now, alive = time.monotonic(), set(replica_pids())
+            self.deaths += [(at, now)] * len(seen - alive)
+            seen, at = alive, now
+
     def failed(self, since: int = 0) -> list[Attempt]:
         return [attempt for attempt in self.attempts[since:] if attempt.status not in (200, 429, 503)]
 
-    def report(self, what: str, done: float, since: int) -> str:
+    def outlived(self, attempt: Attempt) -> bool:
+        """Whether no replica ended while this request was under way."""
+        return not any(attempt.began <= gone and attempt.ended >= alive for alive, gone in self.deaths)
+
+    def report(self, what: str, since: int) -> str:
         bad = self.failed(since)
         refused = sum(attempt.status in (429, 503) for attempt in self.attempts[since:])
-        late = sum(attempt.began > done for attempt in bad)
         return (
-            f"{what}: {len(self.attempts) - since} requests, {len(bad)} failed "
-            f"({sorted({attempt.status for attempt in bad})}, {late} of them sent later), {refused} refused, "
+            f"{what}: {len(self.attempts) - since} requests, {len(bad)} failed {sorted({one.status for one in bad})}, "
+            f"{sum(map(self.outlived, bad))} of them not inside what died, {refused} refused, "
             f"{len(self.wrong)} wrong, {len(self.missing)} missing"
         )
 
@@ -197,11 +211,11 @@ def under_load(cluster: Any, seconds: float, rounds: int) -> list[str]:
                 time.sleep(seconds)
                 since = len(load.attempts)
                 act()
-                done = time.monotonic()
                 time.sleep(seconds)
-                said.append(load.report(what, done, since))
+                said.append(load.report(what, since))
                 print(said[-1])
                 assert not load.wrong and not load.missing and len(load.attempts) > since + 10, said
+                assert not any(map(load.outlived, load.failed(since))), said
                 return load.failed(since)
 
             for reveal in [True, False, True, False, True][:rounds]:
@@ -233,6 +247,31 @@ def test_no_answer_is_wrong_or_missing_while_things_die(cluster: Any) -> None:
 @pytest.mark.timeout(3600)
 def test_no_answer_is_wrong_or_missing_while_things_die_again_and_again(cluster: Any) -> None:
     under_load(cluster, seconds=15.0, rounds=5)
+
+
+@pytest.mark.slow
+def test_replicas_come_while_requests_wait_and_the_end_answers_what_is_inside(cluster: Any) -> None:
+    from offramp.serve.ray_app import deploy, ray_here, remove
+
+    cluster.add_node(num_cpus=2)
+    cluster.wait_for_nodes()
+    with ray_here(cluster.address):
+        job, config = Job("helpers.server:fake_app", {"delay_s": 0.3}), ServeConfig(queue=32)
+        url = deploy(job, Replicas(1, 2), config, port=0, name="offramp-test")
+        assert len(replica_pids()) == 1
+        with Load(url, clients=12) as load:
+            until(lambda: len(replica_pids()) == 2, 90)
+            time.sleep(5)
+            since = len(load.attempts)
+            time.sleep(3)
+        assert not load.wrong and not load.missing and len(load.attempts) > since
+        with ThreadPoolExecutor(8) as others:
+            ask = partial(httpx.post, f"{url}/predict", files={"images": picture(6, 3)}, trust_env=False, timeout=30)
+            inside = [others.submit(ask) for _ in range(8)]
+            time.sleep(0.6)
+            remove("offramp-test")
+            assert [labels(one.result()) for one in inside] == [[6]] * 8
+        until(lambda: not replica_pids(), 30)
 
 
 @pytest.mark.slow

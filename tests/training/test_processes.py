@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -222,6 +224,33 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_goes_on_with_more_processes_and_with_fewer(tmp_path: Path) -> None:
     assert_same_run(train_plain(tmp_path, [1], []), train_plain(tmp_path, [1, 4, 3, 2], [6, 11, 8]))
+
+
+@pytest.mark.slow
+def test_torchrun_on_two_machines(tmp_path: Path) -> None:
+    """The command of docs/training.md, with both machines here and a smaller run."""
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    [command] = re.findall(r"^    (torchrun --nnodes .*?)\n\n", text, re.DOTALL | re.MULTILINE)
+    words = shlex.split(command.replace("\\\n", " ").replace("$MACHINE", "0"))
+    assert words[words.index("-m") + 1 : words.index("-m") + 3] == ["offramp", "train"]
+    run = tmp_path / "run"
+    swaps = {"--nproc-per-node": "1", "--master-addr": "127.0.0.1", "--master-port": str(free_port())}
+    for option, value in swaps.items():
+        words[words.index(option) + 1] = value
+    settings = [*SMALL_RUN, "train.epochs=1"]
+    words[words.index("train") + 1 :] = ["digits-learned", "--out", str(run), "--device", "cpu"]
+    words += [word for setting in settings for word in ("--set", setting)]
+    words[0:1] = [sys.executable, "-m", "torch.distributed.run"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    machines = []
+    for machine in "01":
+        words[words.index("--node-rank") + 1] = machine
+        machines.append(
+            subprocess.Popen(list(words), env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        )
+    said = [machine.communicate(timeout=240)[0].decode() for machine in machines]
+    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(said)
+    assert len(read_metrics(run)) == 1 and (run / "model.safetensors").is_file()
 
 
 def test_each_process_evaluates_its_part() -> None:

@@ -166,7 +166,8 @@ class Crew:
         """A signal: every worker gets it; nobody is replaced any more."""
         self.stopping = True
         for worker in self.workers:
-            worker.process.send_signal(signum)
+            if worker.ended is None:  # one that still starts is just ended
+                worker.process.send_signal(signum if worker.ready else signal.SIGTERM)
 
     def end(self) -> list[WorkerProcess]:
         """Wait for all workers; those that did not end well."""

@@ -158,7 +158,6 @@ def autoscaling(replicas: Replicas, config: ServeConfig) -> dict[str, Any]:
         "target_ongoing_requests": max(1, config.queue // 8),
         "upscale_delay_s": 5,
         "downscale_delay_s": 120,
-        "look_back_period_s": 5,
     }
 
 
@@ -237,9 +236,14 @@ class RayRows:
     async def all(self) -> Sequence[Row | np.ndarray]:
         """Everybody's; if the actor does not answer, the others' as they were when it last did."""
         with _tolerated():
-            told = _counts_actor(self.name).others.remote(self.replica)
-            self._others = [np.frombuffer(row) for row in await asyncio.wait_for(told, COUNTS_S)]
+            self._others = await asyncio.to_thread(self._ask)
         return [self.own, *self._others]
+
+    def _ask(self) -> list[np.ndarray]:
+        import ray
+
+        told = ray.get(_counts_actor(self.name).others.remote(self.replica), timeout=COUNTS_S)
+        return [np.frombuffer(row) for row in told]
 
 
 @contextmanager
