@@ -145,7 +145,8 @@ def spread(
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    starts = ray.remote(num_cpus=0, scheduling_strategy=here)(_Starts).remote()  # no other machine takes it along
+    options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}  # no other machine takes it along
+    starts = ray.remote(**options)(_Starts).remote()
     given = ray.put((make, tuple(made_with), [_movable(plugin) for plugin in loaded]))
     rows = [{"number": task.number, "data": task.data} for task in tasks]
     calls = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
