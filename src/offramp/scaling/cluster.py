@@ -138,12 +138,15 @@ def spread(
     """Have workers `make(*made_with)` called for every task; results come in the order in which they are ready."""
     import ray
     import ray.data
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     logging.getLogger("ray.data").setLevel(logging.CRITICAL)
-    starts = ray.remote(num_cpus=0)(_Starts).remote()
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options: dict[str, Any] = {"num_cpus": 0, "scheduling_strategy": here}  # no other machine takes it along
+    starts = ray.remote(**options)(_Starts).remote()
     given = ray.put((make, tuple(made_with), [_movable(plugin) for plugin in loaded]))
     rows = [{"number": task.number, "data": task.data} for task in tasks]
     calls = ray.data.from_items(rows, override_num_blocks=len(rows)).map_batches(
