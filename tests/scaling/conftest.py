@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -18,8 +18,6 @@ import pytest
 from helpers.digit_files import write_digits
 from offramp.scaling import evaluation, offline
 from offramp.scaling.cluster import Found, Task
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")
@@ -54,21 +52,13 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return done
 
 
-def moto_server() -> str | None:
-    """Where moto's server is: on the path, or in an environment of its own beside the sources."""
-    return shutil.which("moto_server") or shutil.which(str(ROOT / ".venv-moto" / "bin" / "moto_server"))
-
-
 @pytest.fixture(scope="session")
 def s3_address() -> Iterator[str]:
     """The address of an S3 on loopback with the bucket `photos`."""
-    program = moto_server()
-    if program is None:
-        pytest.skip("moto_server is not installed (CONTRIBUTING.md)")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [program, "-H", "127.0.0.1", "-p", str(port)]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     address = f"http://127.0.0.1:{port}"
     try:
