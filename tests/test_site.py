@@ -15,7 +15,7 @@ import typer
 
 import offramp
 from helpers.browser import NEEDS_CHROMIUM, opened
-from offramp.cli.app import app, take_imports
+from offramp.cli.app import app, take_imports, with_ray_address
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -113,7 +113,7 @@ def test_a_command_that_a_page_shows_can_be_given(page: str, line: str) -> None:
     while hasattr(command, "commands"):
         assert words[0] in command.commands, line
         command, words = command.commands[words[0]], words[1:]
-    command.make_context(line, list(words))  # an option that is not there, or a number that is none, raises
+    command.make_context(line, with_ray_address(words))  # an option that is not there, or a number that is none, raises
 
 
 def test_the_refusals_that_are_explained_are_those_of_the_code() -> None:
