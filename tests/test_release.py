@@ -6,6 +6,7 @@ interpreters, such as python3.12:python3.13, for which everything is done again.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -129,8 +130,8 @@ def test_serve_alone_and_with_onnx(python: str, wheel: Path, tmp_path: Path) -> 
     assert run(own.python, "-c", script) == "256\n"
     assert "pip install 'offramp[onnx]'" in run(own.offramp, "serve", BUNDLE, code=2)
     own.install(f"{wheel}[serve,onnx]")
-    said = run(own.offramp, "bench", "serve", BUNDLE, "--seconds", "1", "--clients", "2")
-    assert "0 wrong, 0 failed" in said
+    said = run(own.offramp, "bench", "serve", BUNDLE, "--seconds", "1", "--clients", "2", "--json")
+    assert json.loads(said)["passed"]
 
 
 @pytest.mark.exhaustive
@@ -149,8 +150,8 @@ def test_everything_together(python: str, wheel: Path, tmp_path: Path) -> None:
         run(own.offramp, "export", "runs/first", "--out", format_, "--format", format_, cwd=tmp_path)
         run(own.offramp, "predict", format_, f"{format_}/photo-1.png", cwd=tmp_path)
     run(own.offramp, "info", "timm/tf_efficientnet_lite0", "--image-size", "96", cwd=tmp_path)
-    said = run(own.offramp, "bench", "serve", "torch", "--seconds", "1", "--clients", "2", cwd=tmp_path)
-    assert "0 wrong, 0 failed" in said
+    said = run(own.offramp, "bench", "serve", "torch", "--seconds", "1", "--clients", "2", "--json", cwd=tmp_path)
+    assert json.loads(said)["passed"]
 
 
 def test_what_a_wheel_goes_without_is_listed_once() -> None:

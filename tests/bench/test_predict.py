@@ -26,6 +26,7 @@ def test_an_address_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, at its import
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_plain_processes_and_ray_are_measured(
     onnx_bundle: Path, nodes: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

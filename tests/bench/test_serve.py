@@ -69,6 +69,7 @@ def test_ways_of_serving_are_what_was_asked_for() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Ray's own, at its import
 def test_ray_is_compared_too(onnx_bundle: Path) -> None:
     pytest.importorskip("ray", reason="Ray is not installed (offramp[ray])")
     rows = bench_serve(onnx_bundle, seconds=2.0, clients=[4], workers=[1], on_ray=True)

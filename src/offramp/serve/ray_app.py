@@ -96,7 +96,7 @@ def ray_here(address: str = LOCAL) -> Iterator[None]:
     """A Ray of one's own on this machine, which ends with this; or the cluster at an address."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
-    import ray.serve
+    from ray.serve.context import _disconnect
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
@@ -109,6 +109,7 @@ def ray_here(address: str = LOCAL) -> Iterator[None]:
     try:
         yield
     finally:
+        _disconnect()  # else the next cluster would be asked at this one's address
         ray.shutdown()
 
 
