@@ -83,7 +83,7 @@ def run_photos_demo(out: Path, device: str) -> Path:
     say(
         f"A toy set: a hundred photos of clothes in five classes ({photos}; Clothing dataset (small) by Alexey "
         f"Grigorev, CC0).\nEfficientNet-Lite0 from ImageNet at {PHOTO_SIZE} pixels stays as it is and gets four "
-        "linear heads: a minute or so on two idle cores."
+        "linear heads: some twenty seconds on two idle cores."
     )
     run = train_run(photos_config(photos), folder / "photos", device=device)
     summary = evaluate_run(run, device=device)
