@@ -36,9 +36,9 @@ def networks(samples: int = N, seed: int = 0, knows: bool = True) -> list[Networ
     ]
 
 
-def chosen(given: list[Network], request: PolicyRequest, anyway: bool = False) -> tuple[Choice, Network, Point]:
+def chosen(given: list[Network], request: PolicyRequest) -> tuple[Choice, Network, Point]:
     curves = [points(network, request) for network in given]
-    found = choose(given, curves, request, anyway)
+    found = choose(given, curves, request)
     return found, given[found.network], curves[found.network][found.point]
 
 
@@ -105,7 +105,7 @@ def test_what_few_images_say_is_not_trusted() -> None:
     ]
     found, network, _ = chosen(few, PolicyRequest())
     assert network.name == "large" and found.drop == 0 and found.needed is not None and 1000 < found.needed < 1500
-    found, network, _ = chosen(few, PolicyRequest(), anyway=True)
+    found, network, _ = chosen(few, PolicyRequest(anyway=True))
     assert network.name == "small" and found.needed is None and found.drop_interval[1] > 5
     many = [Network(n.family, n.name, n.given.rows(np.arange(1500) % 150), n.mul_adds, whole=n.whole) for n in few]
     assert chosen(many, PolicyRequest())[1].name == "small"

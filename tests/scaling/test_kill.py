@@ -30,7 +30,8 @@ def digits_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]
 
 
 def start(bundle: Path, source: Path, out: Path, *more: object) -> subprocess.Popen[str]:
-    words = ["predict", bundle, source, "--ray", "--workers", 2, "--device", "cpu", "--out", out, *more]
+    shape = ["--workers", 2, "--part-images", PART, "--device", "cpu"]
+    words = ["predict", bundle, source, "--ray", *shape, "--out", out, *more]
     command = [sys.executable, "-m", "offramp", *map(str, words)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 

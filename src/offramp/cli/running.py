@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -27,6 +27,10 @@ from offramp.cli.options import (
 )
 from offramp.common.console import print_table, say
 from offramp.common.formatting import parse_count
+
+if TYPE_CHECKING:
+    from offramp.scaling.cluster import WorkerShape
+    from offramp.scaling.offline import Asked
 
 verbs = typer.Typer()
 
@@ -180,7 +184,7 @@ def fit_command(
     from offramp.measuring.calibrate import PolicyRequest
 
     wanted = None if budget is None else parse_count(budget, "--budget")
-    request = PolicyRequest(None, wanted, budget_ms, max_drop_points, risk, probability)
+    request = PolicyRequest(None, wanted, budget_ms, max_drop_points, risk, probability, anyway=anyway)
     found = fit(
         source,
         out,
@@ -188,7 +192,6 @@ def fit_command(
         backbone=backbone,
         time=time,
         quick=quick,
-        anyway=anyway,
         serving=Serving(format, "cpu" if device == "cpu" else "auto", batch, threads),
         settings=tuple(settings or ()),
         device=device,
@@ -250,28 +253,15 @@ def predict_command(
     """
     wanted = None if budget is None else parse_count(budget, "--budget")
     limit = None if max_mul_adds is None else parse_count(max_mul_adds, "--max-mul-adds")
+    pixels = pixels_allowed(max_pixels)
     if ray is not None:
-        _predict_on_ray(
-            bundle,
-            images,
-            out,
-            {
-                "budget_mul_adds": wanted,
-                "q": q,
-                "max_exit": max_exit,
-                "max_mul_adds": limit,
-                "max_pixels": pixels_allowed(max_pixels),
-                "part_images": part_images,
-                "batch": batch,
-                "device": device,
-                "max_unreadable": max_unreadable,
-                "retry_unreadable": retry_unreadable,
-            },
-            (image_column, key_column),
-            ray,
-            (workers, worker_cpus, worker_gpus),
-            as_json,
-        )
+        from offramp.scaling.cluster import WorkerShape
+        from offramp.scaling.offline import Asked
+
+        rest = (part_images, batch, device, max_unreadable, retry_unreadable)
+        asked = Asked(wanted, q, max_exit, limit, pixels, *rest)
+        shape = WorkerShape(workers, worker_cpus, worker_gpus)
+        _predict_on_ray(bundle, images, out, asked, (image_column, key_column), ray, shape, as_json)
         return
     if any(option is not None for option in (workers, part_images, image_column, key_column)) or retry_unreadable:
         raise ValueError("--workers, --part-images, --image-column, --key-column and --retry-unreadable need --ray")
@@ -290,7 +280,7 @@ def predict_command(
         batch=batch,
         max_exit=max_exit,
         max_mul_adds=limit,
-        max_pixels=pixels_allowed(max_pixels),
+        max_pixels=pixels,
         silent=as_json,
     )
     if out is not None:
@@ -309,25 +299,23 @@ def _predict_on_ray(
     bundle: Path,
     sources: list[str],
     out: str | None,
-    asked: dict[str, Any],
+    asked: Asked,
     columns: tuple[str | None, str | None],
     address: str,
-    shape: tuple[int | None, float, float],
+    shape: WorkerShape,
     as_json: bool,
 ) -> None:
-    from offramp.scaling.cluster import WorkerShape
-    from offramp.scaling.offline import SMALLEST_PART, Asked, predict_source
+    from offramp.scaling.offline import SMALLEST_PART, predict_source
     from offramp.scaling.sources import open_source
 
     if len(sources) != 1 or out is None:
         raise ValueError("with --ray give one source (a folder, a list of paths or URIs, or Parquet) and --out FOLDER")
-    if asked["part_images"] is not None and asked["part_images"] < SMALLEST_PART:
-        raise ValueError(f"--part-images must be {SMALLEST_PART:,} or more, got {asked['part_images']:,}")
-    made, own = Asked(**asked), WorkerShape(*shape)
+    if asked.part_images is not None and asked.part_images < SMALLEST_PART:
+        raise ValueError(f"--part-images must be {SMALLEST_PART:,} or more, got {asked.part_images:,}")
     if not as_json:
         say(f"listing {sources[0]}")
     source = open_source(sources[0], *columns)
-    found = predict_source(bundle, source, out, made, address=address, shape=own, silent=as_json)
+    found = predict_source(bundle, source, out, asked, address=address, shape=shape, silent=as_json)
     if as_json:
         print(json.dumps(found.to_json()))
     else:

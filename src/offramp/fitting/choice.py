@@ -137,16 +137,14 @@ def _point(network: Network, budget: float, exits: np.ndarray) -> Point:
     return Point(budget, float(np.mean(np.asarray(network.mul_adds, np.float64)[exits - 1])), ms, right)
 
 
-def choose(
-    networks: Sequence[Network], curves: Sequence[Sequence[Point]], request: PolicyRequest, anyway: bool = False
-) -> Choice:
+def choose(networks: Sequence[Network], curves: Sequence[Sequence[Point]], request: PolicyRequest) -> Choice:
     """The best network and point for what was asked; `networks[0]` is the single one that all are compared with."""
     if request.risk is not None:
         return _promising(networks, curves, request)
     asked = request.budget_mul_adds if request.budget_ms is None else request.budget_ms
     if asked is not None:
         return _most_accurate(networks, curves, asked, unit_of(request))
-    return _cheapest(curves, request, unit_of(request), anyway)
+    return _cheapest(curves, request, unit_of(request))
 
 
 def _most_accurate(networks: Sequence[Network], curves: Sequence[Sequence[Point]], budget: float, unit: str) -> Choice:
@@ -165,7 +163,7 @@ def _most_accurate(networks: Sequence[Network], curves: Sequence[Sequence[Point]
     return _chosen(curves, -n, p)
 
 
-def _cheapest(curves: Sequence[Sequence[Point]], request: PolicyRequest, unit: str, anyway: bool) -> Choice:
+def _cheapest(curves: Sequence[Sequence[Point]], request: PolicyRequest, unit: str) -> Choice:
     """The cheapest whose loss against the single network is small enough and, unless overruled, known well enough."""
     allowed = request.drop_allowed
     single = curves[0][-1]
@@ -175,7 +173,7 @@ def _cheapest(curves: Sequence[Sequence[Point]], request: PolicyRequest, unit: s
         for p, point in enumerate(curve)
         if 100 * (single.top1 - point.top1) <= allowed + 1e-9 and point.price(unit) <= single.price(unit)
     ]
-    trusted = [one for one in close if anyway or _reach(curves[one[1]][one[2]], single) <= WIDEST_POINTS]
+    trusted = [one for one in close if request.anyway or _reach(curves[one[1]][one[2]], single) <= WIDEST_POINTS]
     _, n, p = min(trusted)  # the single network itself is always among them
     doubted = [one for one in close if one not in trusted and one[0] < min(trusted)[0]]
     needed = None

@@ -81,7 +81,6 @@ def fit(
     backbone: str | None = None,
     time: str | None = None,
     quick: bool = False,
-    anyway: bool = False,
     serving: Serving | None = None,
     settings: tuple[str, ...] = (),
     device: str = "auto",
@@ -91,8 +90,8 @@ def fit(
     _refuse_mistakes(source, out, serving.format)
     with stopped_in_own_words(out):
         if not Path(source).is_dir():
-            if backbone or time or quick or anyway:
-                raise ValueError("--backbone, --time, --quick and --anyway are for folders of photos, not for recipes")
+            if backbone or time or quick:
+                raise ValueError("--backbone, --time and --quick are for folders of photos, not for recipes")
             return fit_recipe(source, out, request, serving, settings, device)
         config = starting_config(Path(source), backbone, settings)
         limits = Limits(
@@ -102,9 +101,7 @@ def fit(
             request.risk is not None,
             config.data.calibration is not None,
         )
-        return _FolderFit(Path(source), out, config, request, limits, serving, pick_device(device)).run(
-            settings, anyway
-        )
+        return _FolderFit(Path(source), out, config, request, limits, serving, pick_device(device)).run(settings)
 
 
 @contextmanager
@@ -185,7 +182,7 @@ class _FolderFit:
         self.limits, self.serving, self.device = limits, serving, device
         self.timed_with = ""  # the engine and batch, in words
 
-    def run(self, settings: Sequence[str], anyway: bool) -> Fitted:
+    def run(self, settings: Sequence[str]) -> Fitted:
         data = self._read()
         look = look_at(self.folder, data.listed)
         for line in found_sentences(look):
@@ -196,7 +193,7 @@ class _FolderFit:
         for line in plan_sentences(plan, asked_sentence(self.request), self.limits.seconds):
             say(line)
         found = train_networks(plan, self.config, self.out, self.device)
-        networks, curves, choice = self._choose(found, anyway)
+        networks, curves, choice = self._choose(found)
         return self._ship(plan, look, data, found, networks, curves, choice)
 
     def _read(self) -> ImageFolderDataset:
@@ -278,7 +275,7 @@ class _FolderFit:
             sizes_below(largest, costs, budget)  # which says so
         return [(top,) for top in fitting if top in tops or budget is not None]
 
-    def _choose(self, found: Sequence[Candidate], anyway: bool) -> tuple[list[Network], list[list[Point]], Choice]:
+    def _choose(self, found: Sequence[Candidate]) -> tuple[list[Network], list[list[Point]], Choice]:
         """What every network does to the images that none of them was trained on, and the best of them."""
         saved = [read_outputs(one.run, "calibration") for one in found]
         networks = []
@@ -289,7 +286,7 @@ class _FolderFit:
         unseen = ", each judged by networks that have not seen it" if by_folds(found[0].run) else ""
         say(f"choosing on {networks[0].given.samples:,} held-out images{unseen} ...")
         curves = [points(network, self.request) for network in networks]
-        return networks, curves, choose(networks, curves, self.request, anyway)
+        return networks, curves, choose(networks, curves, self.request)
 
     def _times(self, one: Candidate, exits: int) -> tuple[float, ...] | None:
         """Milliseconds per image up to each exit, timed where they are asked for."""
