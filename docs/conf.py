@@ -30,6 +30,7 @@ html_theme = "furo"
 html_title = f"offramp {__version__}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_show_search_summary = False  # summaries are fetched, and a page from file:// may fetch nothing
 html_copy_source = False
 html_show_sphinx = False

@@ -17,7 +17,7 @@ from offramp.runs.config import RunConfig
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN_ELSEWHERE = ("backbones.md", "extending.md", "research.md", "your-own-loop.md")  # tests/cli
+RUN_ELSEWHERE = ("backbones.md", "extending.md", "fit.md", "research.md", "your-own-loop.md")  # tests/cli
 PYTHON = [
     code
     for page in PAGES

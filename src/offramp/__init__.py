@@ -31,6 +31,7 @@ _HOME = {
     "evaluate": "offramp.training.evaluate",
     "evaluate_run": "offramp.training.evaluate",
     "exit_costs": "offramp.models.cost",
+    "fit": "offramp.fitting.fit",
     "export": "offramp.running.export",
     "export_run": "offramp.running.export",
     "list_models": "offramp.models.registry",
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from offramp.data import load_dataset as load_dataset
     from offramp.data.augment import register_augmentation as register_augmentation
     from offramp.data.dataset import register_dataset as register_dataset
+    from offramp.fitting.fit import fit as fit
     from offramp.measuring.calibrate import PolicyRequest as PolicyRequest
     from offramp.measuring.calibrate import calibrate as calibrate
     from offramp.measuring.calibrate import calibrate_run as calibrate_run

@@ -29,7 +29,7 @@ def test_a_network_that_comes_trained_is_loaded_by_its_name(
     ]
     for row in found["rows"]:
         assert row["load"]["accepted"] > 0 and row["load"]["wrong"] == 0
-        assert row["server_cpu_ms"] > 0 and row["client_cpu_ms"] > 0 and row["cores_busy"] > 0
+        assert row["server_cpu_ms"] > 0 and row["client_cpu_ms"] > 0 and row["cores_busy"] >= row["busiest_thread"] > 0
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
@@ -49,13 +49,13 @@ def test_processor_time_of_a_family_is_added_up() -> None:
         assert process.stdout is not None and process.stdout.readline() == b"done\n"
         used = cpu_seconds(process.pid)
         os.killpg(process.pid, signal.SIGKILL)
-    assert used is not None and used >= 0.3
-    assert cpu_seconds(process.pid) is None
+    assert sum(used.values()) >= 0.3 and 0.25 <= max(used.values()) < sum(used.values()) + 1e-9
+    assert cpu_seconds(process.pid) == {}
 
 
 def test_the_table_compares_with_the_first_way() -> None:
     load = LoadResult(10.0, 16, 100, 0, 0, 0, 0, 100, 10.0, 1.0, 2.0, 3.0)
-    rows = [ServeRow(way, load, ms, 0.5, 1.5) for way, ms in (("one", 2.0), ("two", 2.2), ("elsewhere", None))]
+    rows = [ServeRow(way, load, ms, 0.5, 1.5, 0.9) for way, ms in (("one", 2.0), ("two", 2.2), ("elsewhere", None))]
     _, columns, cells = serve_table("b", rows)
     assert [row[columns.index("times the first")] for row in cells] == ["1.00", "1.10", "?"]
     assert all(len(row) == len(columns) for row in cells)

@@ -78,7 +78,7 @@ def test_models_and_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> No
         (("train", "digits-baseline", "--out", "x", "--set", "train.epoch=3"), "did you mean 'train.epochs'?"),
         (("train", "digits-baseline", "--out", "x", "--device", "tpu"), "use auto, cpu, cuda"),
         (("train", "cifar100-msdnet5-baseline", "--out", "x"), "give --data-dir"),
-        (("eval", "nowhere"), "is not a run folder"),
+        (("eval", "nowhere"), "nowhere is not there"),
         (("--import", "no_such_module", "models"), "No module named 'no_such_module'"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,9 @@ from offramp.common import registry
 from offramp.training.weighting import WEIGHTINGS
 
 DOCS = Path(__file__).parents[2] / "docs"
+CLOTHES = Path(__file__).parents[2] / "src/offramp/data/clothes"
 # Trainings are the same ones, made small.
-SMALL = ["train.epochs=1", "train.batch=8", "train.warm_up_steps=0", "data.workers=0", "model.overrides.image_size=32"]
+SMALL = ["train.epochs=1", "train.batch=8", "data.workers=0", "model.overrides.image_size=32"]
 
 
 def draw_photos(folder: Path, classes: int, each: int) -> None:
@@ -71,6 +73,32 @@ def test_a_network_that_exists(
     assert (tmp_path / "runs/mine/bundle/stage-3.onnx").is_file()
     summary = known["summary"].exits["test"]  # type: ignore[attr-defined]
     assert summary[-1].top1 > 0.5  # it learned something
+
+
+@pytest.mark.slow
+def test_a_folder_of_photos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command of the page but the server's, on the embedded photos, and its Python."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(CLOTHES, "photos")
+    shutil.copytree(CLOTHES / "val" / "hat", "new-photos")
+    page = (DOCS / "fit.md").read_text()
+    commands = re.findall(r"^ {4,6}(offramp [^\n#]*)", page, re.MULTILINE)
+    done = []
+    for command in (line.strip() for line in commands):
+        words = ["30s" if word == "20m" else word for word in shlex.split(command)[1:]]
+        if words[0] == "serve":
+            continue
+        assert call(monkeypatch, *words) == 0, command
+        done.append(words[0])
+        said = capsys.readouterr().out
+        assert words[0] != "fit" or "test images right (95 % interval" in said
+    assert done.count("fit") >= 3 and "predict" in done
+    assert len(Path("results.csv").read_text().splitlines()) == 9
+    [code] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "fit.md", "exec"), {"__name__": "__main__"})
+    assert "fitted/bundle" in capsys.readouterr().out
 
 
 def test_comparing_ways_of_training(

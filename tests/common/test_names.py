@@ -14,14 +14,16 @@ SETTINGS = _paths(RunConfig().to_json())
 @pytest.mark.parametrize(
     ("given", "names", "near"),
     [
-        ("msdnet", MODELS, "msdnet7"),
+        ("msdnet", MODELS, "msdnet5"),
         ("msdnet55", MODELS, "msdnet5"),
         ("MSDNet7", MODELS, "msdnet7"),
         ("tiny", MODELS, "msdnet-tiny"),
         ("train.lr", SETTINGS, "train.learning_rate"),
         ("train.wd", SETTINGS, "train.weight_decay"),
         ("trian.epochs", SETTINGS, "train.epochs"),
-        ("lr", SETTINGS, None),
+        ("lr", SETTINGS, "train.learning_rate"),
+        ("mobilenetv3", ["mobilenet_v2", "mobilenet_v3_small"], "mobilenet_v3_small"),
+        ("vit", ["shvit_s1", "vit_tiny_patch16_224"], "vit_tiny_patch16_224"),
         ("epochs", SETTINGS, "train.epochs"),
         ("bf16", ["auto", "float32", "bfloat16"], "bfloat16"),
         ("resnet18", MODELS, None),

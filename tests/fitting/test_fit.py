@@ -6,21 +6,27 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import timm
 
 import offramp.fitting.networks as networks
 from helpers.runs import SMALL_RUN, call
-from offramp import load_bundle
+from offramp import evaluate_run, load_bundle
 from offramp.common.signals import Stopped
+from offramp.fitting.candidates import reference_of, write_candidate
 from offramp.fitting.features import answers, fitted
-from offramp.fitting.fit import starting_config, stopped_in_own_words
+from offramp.fitting.fit import stopped_in_own_words
+from offramp.fitting.plan import Member, Plan
 from offramp.fitting.recipes import recipe_config
+from offramp.fitting.starting import chosen_backbones, starting_config
 from offramp.measuring.confidence import Predictions
 from offramp.measuring.policy import outcome, read_policies
+from offramp.models.weights import write_tensors
 from offramp.running.labelled import evaluate_bundle, images_of_folder
 from offramp.runs.folder import read_config
 from offramp.runs.outputs import read_outputs
@@ -35,12 +41,10 @@ def read(path: Path) -> Any:
 
 
 def files_of(out: Path) -> dict[str, int]:
-    """When every network and every array was written."""
-    kept = [
-        *out.glob("networks/*/model.safetensors"),
-        *out.glob("features/*/*.npz"),
-        *out.glob("networks/*/eval/*.json"),
-    ]
+    """When everything that was trained, and every array, was written."""
+    runs = [path for path in out.glob("networks/*") if path.name in ("frozen", "tuned", "frozen-exits", "tuned-exits")]
+    trained = [path for run in runs for path in (run / "model.safetensors", *run.glob("eval/*.json"))]
+    kept = [*trained, *out.glob("features/*/*.npz")]
     return {str(path): path.stat().st_mtime_ns for path in kept}
 
 
@@ -54,7 +58,10 @@ def test_from_photos_to_a_bundle_and_again(
     assert call(monkeypatch, "fit", images, "--out", out, *TINY, *SIZES) == 0
     said = capsys.readouterr().out
     assert "84 images of 3 classes, 28 each" in said and "warning: 24 test images" in said
-    assert "at 32 and 64 pixels; frozen features with linear heads, chosen on by 5 folds" in said
+    assert (
+        "test_efficientnet at 32 and 64 pixels; frozen features with linear heads, judged by 5-fold cross-validation"
+        in said
+    )
     assert "about 1 minute" in said and "choosing on 60 held-out images" in said
     found = read(out / "fit.json")
     assert said.rstrip().endswith(found["sentence"])  # the last thing that is said
@@ -84,9 +91,8 @@ def test_from_photos_to_a_bundle_and_again(
     asked = read(out / "fit.json")
     assert asked["chosen"]["family"] in ("single", "cascade") and asked["test"]["mul_adds"] <= smallest * 1.001
     sentence = asked["sentence"]
-    assert re.search(
-        r"takes [\d.]+ ms per image on this machine, [\d.]+ times as fast as the single network at 64 px", sentence
-    )
+    reference = "the single network test_efficientnet at 64 px"
+    assert re.search(rf"takes [\d.]+ ms per image on this machine, [\d.]+ times as fast as {reference}", sentence)
 
     words = ("--budget-ms", "1000", "--threads", "1", "--batch", "2")
     assert call(monkeypatch, "fit", images, "--out", out, *words, *TINY, *SIZES) == 0
@@ -115,23 +121,51 @@ def test_fine_tuning_shares_one_run(
     """Singles and cascades come apart from one run, exits start from the single network; all answer as saved."""
     images, out = image_folder(classes=2, train=20, val=5), tmp_path / "fitted"
     epochs = ("--set", "train.epochs=1", "--set", "train.batch=8", "--set", "data.augmentation=device-crop", "--anyway")
-    assert call(monkeypatch, "fit", images, "--out", out, *TINY, *SIZES, *epochs) == 0
+    params = tmp_path / "params.safetensors"
+    write_tensors(params, timm.create_model("test_efficientnet").state_dict())
+    own = ("--backbone", "timm/test_efficientnet", "--set", f"model.pretrained={params}", "--set", "data.workers=0")
+    assert call(monkeypatch, "fit", images, "--out", out, *own, *SIZES, *epochs) == 0
     said = capsys.readouterr().out
     assert "then 1 epoch of fine-tuning, 1 more for the exits" in said
-    names = [family["name"] for family in read(out / "fit.json")["families"]]
-    assert names[0] == "64 px" and "64 px, frozen" in names and "exits at 64 px" in names
-    joint = read_config(out / "networks/joint")
-    assert joint.model.name == "cascade" and joint.data.options == {"folds": 5, "fold": 1}
-    assert joint.objective.name == "distillation" and joint.train.epochs == 1
-    members = joint.model.overrides["members"]  # not the frozen networks, which have seen what is held out here
-    assert [member["pretrained"] for member in members] == [False, False] and joint.train.probe
-    exits = read_config(out / "networks/tuned-exits-64")
-    assert str(exits.model.pretrained).endswith("tuned-single-64")
-    both = read_outputs(out / "networks/tuned-cascade-32-64", "test")
-    single = read_outputs(out / "networks/tuned-single-64", "test")
-    np.testing.assert_allclose(both.logits[1], single.logits[0], atol=1e-4)  # its last stage is the single network
-    summed = read_outputs(out / "networks/tuned-cascade-32-64-summed", "test")
-    np.testing.assert_allclose(summed.logits[1], both.logits.sum(0), atol=1e-4)
+    families = read(out / "fit.json")["families"]
+    names = [family["name"] for family in families]
+    at = "test_efficientnet at"
+    assert {f"{at} 64 px", f"{at} 32 px", f"{at} 64 px, frozen features"} <= set(names) and "at 64 px" in names[0]
+    assert f"{at} 32 px, then {at} 64 px, logits summed" in names and f"exits on {at} 64 px" in names
+    pool = read_config(out / "networks/tuned")
+    assert pool.model.name == "cascade" and pool.data.options == {"folds": 5, "fold": 1}
+    assert pool.objective.name == "distillation" and pool.train.epochs == 1
+    members = pool.model.overrides["members"]  # not the frozen networks, which have seen what is held out here
+    assert [member["pretrained"] for member in members] == [str(params)] * 2
+    assert pool.train.probe and pool.train.freeze_norms
+    exits = read_config(out / "networks/tuned-exits")
+    assert str(exits.model.pretrained).endswith("networks/start") and exits.objective.name == "cross_entropy"
+
+
+@pytest.mark.parametrize("folds", [True, False])
+def test_what_is_put_together_answers_as_it_was_judged(
+    folds: bool, tmp_path: Path, image_folder: Callable[..., Path]
+) -> None:
+    """Every network of a pool, written as a run of its own and evaluated, says what followed from the pool's logits."""
+    images = image_folder(classes=2, train=20, val=5)
+    name = "timm/test_efficientnet"
+    config = starting_config(images, (name,), ("model.pretrained=false", "data.workers=0"))
+    config = replace(config, model=replace(config.model, num_classes=2))
+    members = tuple(Member(name, size, float(size**2)) for size in (32, 64, 96))
+    plan = Plan(members, ("single", "cascade"), True, 5 if folds else 0, 0, 0, 0, "fifth", 0.0, 1.0)
+    cpu = networks.torch.device("cpu")
+    found = networks.train_networks(plan, config, tmp_path / "out", cpu)
+    assert [one.family for one in found] == ["single"] * 3 + ["cascade"] * 6
+    assert reference_of(found) is found[0]
+    for one in found:
+        trained = read_config(one.run)
+        write_candidate(one, trained, networks.read_data(trained), cpu)
+        before = read_outputs(one.folder, "test").logits.copy()
+        again = evaluate_run(one.folder, device="cpu")
+        assert again.costs == one.costs and len(again.costs) == len(one.stages or ())
+        np.testing.assert_allclose(read_outputs(one.folder, "test").logits, before, atol=2e-4)
+        if one.family == "cascade" or one is found[0]:  # a smaller single network reads its images otherwise
+            np.testing.assert_allclose(before, one.said("test").logits, atol=2e-4)
 
 
 def test_one_network_is_a_bundle_like_any_other(
@@ -145,7 +179,7 @@ def test_one_network_is_a_bundle_like_any_other(
     assert call(monkeypatch, "fit", images, "--out", out, *TINY, "--quick") == 0
     found = read(out / "fit.json")
     assert [family["family"] for family in found["families"]] == ["single"] and found["chosen"]["point"] == 0
-    assert "the single network at 32 px itself" in found["sentence"]
+    assert "the single network test_efficientnet at 32 px itself" in found["sentence"]
     assert len(load_bundle(out / "bundle").costs) == 1
     capsys.readouterr()
     assert call(monkeypatch, "predict", out / "bundle", images / "val", "--json") == 0
@@ -170,20 +204,35 @@ def test_held_out_images_are_judged_by_networks_that_have_not_seen_them(
 
 def test_whole_networks_by_folds(tmp_path: Path, image_folder: Callable[..., Path]) -> None:
     """Each image is judged by the network of its fold; what is shipped was trained on all of them."""
-    from offramp.fitting.plan import Plan
-
     images = image_folder(classes=2, train=12, val=4)
     settings = ("model.pretrained=false", "data.workers=0", "train.batch=4")
-    config = starting_config(images, "timm/test_efficientnet", settings)
-    plan = Plan("timm/test_efficientnet", (32,), ("single",), False, 0, 1, 2, "fifth", 0.0, 1.0)
+    config = starting_config(images, ("timm/test_efficientnet",), settings)
+    member = Member("timm/test_efficientnet", 32, 1.0)
+    plan = Plan((member,), ("single",), False, 0, 1, 1, 2, "fifth", 0.0, 1.0)
     (found,) = networks.train_networks(plan, config, tmp_path / "out", networks.torch.device("cpu"))
     held = read_outputs(found.run, "calibration")
     assert sorted(held.index.tolist()) == list(range(24))
     for fold in (1, 2):
-        own = read_outputs(tmp_path / f"out/folds/{fold}/tuned-single-32", "calibration")
+        own = read_outputs(tmp_path / f"out/folds/{fold}/tuned", "calibration")
         rows = np.searchsorted(held.index, own.index)
         assert len(rows) == 12 and np.array_equal(held.logits[:, rows], own.logits)
     assert read_config(found.run).data.calibration == 0
+
+
+def test_backbones() -> None:
+    """One, two, or those whose params are here."""
+    assert chosen_backbones(None, ()) == ("timm/tf_efficientnet_lite0", "timm/tf_efficientnet_lite2")
+    assert chosen_backbones(None, ("model.pretrained=false",)) == chosen_backbones(None, ())
+    assert chosen_backbones("timm/resnet18, timm/resnet50", ()) == ("timm/resnet18", "timm/resnet50")
+    assert chosen_backbones(None, ("model.name=timm/resnet18",)) == ("timm/resnet18",)
+    assert chosen_backbones(None, ("model.pretrained=some.safetensors",)) == ("timm/tf_efficientnet_lite0",)
+    for asked, settings, sentence in (
+        ("timm/resnet18", ("model.name=timm/resnet34",), "name two networks; leave one out"),
+        ("timm/a,timm/b,timm/c", (), "takes one network, or two with a comma"),
+        ("timm/resnet18,timm/resnet34", ("model.pretrained=some.pth",), "a file of params is for one network"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            chosen_backbones(asked, settings)
 
 
 def test_a_promise(tmp_path: Path, image_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +241,7 @@ def test_a_promise(tmp_path: Path, image_folder: Callable[..., Path], monkeypatc
     assert call(monkeypatch, "fit", images, "--out", out, "--risk", "0.4", "--probability", "0.6", *TINY, *SIZES) == 0
     found = read(out / "fit.json")
     assert found["held_out"] == {"samples": 16, "folds": 0} and "with probability 0.6" in found["asked"]
-    assert found["chosen"]["family"] != "single" and "summed" not in found["chosen"]["run"]
+    assert found["chosen"]["family"] != "single" and "summed" not in found["chosen"]["name"]
     promise = read_policies(out / found["chosen"]["run"] / "policy.json").policy.promise
     assert promise is not None and (promise.risk, promise.samples) == (0.4, 8)
 
@@ -217,7 +266,7 @@ def test_stopped_it_says_how_to_go_on(
     assert call(monkeypatch, *words) == 130
     said = capsys.readouterr().err
     assert "the same command goes on from there: offramp fit" in said and "--resume" not in said
-    kept = out / "features/32/train.npz"
+    kept = out / "features/test_efficientnet-at-32-px/train.npz"
     written = kept.stat().st_mtime_ns
     monkeypatch.setattr(networks, "extract", real)
     assert call(monkeypatch, *words) == 0 and kept.stat().st_mtime_ns == written
@@ -233,7 +282,7 @@ def test_a_recipe_is_trained_as_it_says(
     out = tmp_path / "fitted"
     assert call(monkeypatch, "fit", "digits-learned", "--out", out, *words) == 0
     said = capsys.readouterr().out
-    assert "calibration" in said and "The bundle's policy has " in said
+    assert "calibration" in said and "test images right (95 % interval " in said
     weights = (out / "run/model.safetensors").read_bytes()
     bundle = load_bundle(out / "bundle")
     budget = (bundle.costs[0] + bundle.costs[1]) / 2
@@ -242,7 +291,7 @@ def test_a_recipe_is_trained_as_it_says(
     policies, saved = load_bundle(out / "bundle").policies, read_outputs(out / "run", "test")
     assert policies.policy.mul_adds <= budget
     tested = outcome(Predictions.of(saved.logits, saved.labels), policies.policy.thresholds, policies.costs)
-    assert f"has {100 * tested.top1:.1f} % of the test images right" in capsys.readouterr().out
+    assert f"has {100 * tested.top1:.1f} % of 60 test images right" in capsys.readouterr().out.replace("\n", " ")
     assert call(monkeypatch, "fit", "digits-learned", "--out", out, "--quick", *words) == 2
     assert "for folders of photos, not for recipes" in capsys.readouterr().err
     assert call(monkeypatch, "fit", "digits-learned", "--out", tmp_path / "new", "--budget", "1k", *words) == 2

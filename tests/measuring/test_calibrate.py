@@ -220,7 +220,7 @@ def test_the_command_line(run: Path, capsys: pytest.CaptureFixture[str], monkeyp
     out = " ".join(capsys.readouterr().out.split())
     assert "the last exit for everybody, 5.00M mul-adds per image" in out and "--anyway takes the estimate" in out
     assert call("--anyway") == 0
-    assert "% less than the whole network: " in " ".join(capsys.readouterr().out.split())
+    assert "% less than all stages: " in " ".join(capsys.readouterr().out.split())
     assert call("--budget", "lots") == 2
     assert "--budget must be a count such as 15M, got 'lots'" in capsys.readouterr().err
     assert call("--budget", "1k") == 2
@@ -296,7 +296,7 @@ def test_folds_are_put_together_and_give_an_estimate_never_a_promise(run: Path, 
     folds = folds_of(run, 4)
     found = find_cross_fitted(folds, COSTS, PolicyRequest(budget_mul_adds=2e6))
     assert found.folds == 4 and found.policy.samples == 400 and found.policy.mul_adds <= 2e6
-    assert "An estimate, not a promise: 4 networks" in policy_sentence(found)
+    assert "An estimate, not a promise, by 4-fold cross-validation" in policy_sentence(found)
     write_policies(tmp_path / "policy.json", found)
     assert read_policies(tmp_path / "policy.json") == found
     together = find_policies(read_outputs(run, "calibration"), COSTS, PolicyRequest(budget_mul_adds=2e6))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import timm
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
-from offramp import create_model, exit_costs, load_model, with_exits
+from helpers.runs import call
+from offramp import ExitNet, create_model, exit_costs, load_model, with_exits
 from offramp.models.backbones import CutNet, chosen, places
 from offramp.models.cut import CannotCut
 from offramp.models.fold import folded
@@ -66,8 +70,7 @@ def compare_training(twin: nn.Module, cut: CutNet) -> None:
     for name, param in twin.named_parameters():
         assert torch.equal(param.grad, own[cut.own_name(name)].grad), name
     for name, buffer in twin.named_buffers():
-        if cut.own_name(name) in buffers:
-            assert torch.equal(buffer, buffers[cut.own_name(name)]), name
+        assert torch.equal(buffer, buffers[cut.own_name(name)]), name
 
 
 def drawn(run: Callable[[], Tensor]) -> Tensor:
@@ -161,6 +164,26 @@ def test_layouts_are_told_by_shape() -> None:
     assert Feature.of((2, 3, 4, 5, 6)) is None
 
 
+def test_channels_of_square_cubes_are_told_by_what_grows_with_the_images() -> None:
+    """Maps of 16 x 16 with 16 channels look alike either way."""
+
+    class Cube(nn.Module):
+        def __init__(self, last: bool) -> None:
+            super().__init__()
+            self.last, self.conv, self.fc = last, nn.Conv2d(3, 16, 4, stride=4), nn.Linear(16, 5)
+            self.mark = nn.Sequential(nn.Identity())
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.conv(x)
+            x = self.mark(x.permute(0, 2, 3, 1) if self.last else x)
+            return self.fc(x.mean((1, 2) if self.last else (2, 3)))
+
+    for last, layout in ((True, "maps_last"), (False, "maps")):
+        assert with_exits(Cube(last), ["mark"], example=images()).heads[0].layout == layout
+        oblong = torch.randn(2, 3, 128, 64)  # 32 rows of 16 with 16 channels: a square in the wrong place
+        assert with_exits(Cube(last), ["mark"], example=oblong).heads[0].layout == layout
+
+
 class InPlace(nn.Module):
     """Cut after `first`, its second stage would begin by writing into the state."""
 
@@ -183,6 +206,112 @@ def test_no_stage_writes_into_its_state() -> None:
     model.step(2, state)
     assert torch.equal(state[0], kept) and bool((kept < 0).any())
     sum(out.sum() for out in model(images())).backward()  # the head's own gradient needs what it read
+
+
+class DropsInPlace(InPlace):
+    """Its second stage writes into the state in training alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.Dropout(0.5, inplace=True)
+
+
+def test_nor_does_it_in_training() -> None:
+    model = with_exits(DropsInPlace(), ["first"], example=images(), head="linear").train()
+    logits, state = model.step(1, (images(),))
+    kept = state[0].clone()
+    model.step(2, state)
+    assert torch.equal(state[0], kept)
+    sum(out.sum() for out in model(images())).backward()
+
+
+@torch.no_grad()
+def test_nor_do_parts_or_heads_of_ones_own() -> None:
+    stages = [nn.Conv2d(3, 4, 3), nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3))]
+    heads = [nn.Sequential(nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(4 * side**2, 5)) for side in (30, 28)]
+    model = ExitNet.from_parts(stages, heads)
+    feature, state = model.advance(1, (images(2, 32),))
+    kept = feature.clone()
+    model.answer(1, feature, None)
+    model.advance(2, state)
+    assert bool((kept < 0).any()) and torch.equal(feature, kept) and torch.equal(state[0], kept)
+
+
+class Rows(nn.Module):
+    """Plain rows of layers, as most people write them; it normalises its own images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.5, 0.4, 0.3]))
+        self.one = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU())
+        self.two = nn.Sequential(nn.Conv2d(8, 8, 3, 2, 1), nn.ReLU())
+        self.three = nn.Sequential(nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU())
+        self.fc = nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = (x - self.mean.view(1, 3, 1, 1)) / torch.tensor([0.5, 0.5, 0.4]).view(1, 3, 1, 1)
+        return self.fc(self.three(self.two(self.one(x))).mean((2, 3)))
+
+
+def test_plain_rows_of_layers_have_places_too() -> None:
+    module = Rows()
+    model = with_exits(module, 3, example=images())
+    assert model.at == ("one", "two")
+    module.mean.fill_(0.1)  # what is computed from a buffer follows it
+    assert torch.equal(module(images()), model.last(images()))
+    assert with_exits(Rows().double(), 3, example=images())(images().double())[0].dtype == torch.float64
+
+
+class Draws(Rows):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if not self.training or random.random() < 0.5 else x.flip(3))
+
+
+class Counts(Rows):
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [(Draws, "draws random numbers in Python"), (Counts, "cannot be traced .it writes into its buffer mean.; build")],
+)
+def test_what_a_trace_would_do_only_once_is_refused(kind: type[Rows], sentence: str) -> None:
+    module = kind()
+    before, state = module.mean, random.getstate()
+    with pytest.raises(CannotCut, match=sentence):
+        with_exits(module, ["one"], example=images())
+    assert module.mean is before and torch.equal(before, Rows().mean)
+    assert random.getstate() == state
+
+
+class KeepsAverage(Rows):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.mul_(0.9).add_(0.1 * x.mean((0, 2, 3)))
+        return super().forward(x)
+
+
+def test_writing_into_buffers_by_operations_stays() -> None:
+    module = KeepsAverage()
+    model, twin = with_exits(module, ["one"], example=images()).train(), copy.deepcopy(module).train()
+    for _ in range(2):
+        assert torch.equal(twin(images()), model.last(images()))
+    assert torch.equal(twin.mean, module.mean) and not torch.equal(twin.mean, Rows().mean)
+
+
+class AnswersShares(Rows):
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        return logits if self.training else logits.softmax(1)
+
+
+def test_a_network_may_end_otherwise_in_training() -> None:
+    module = AnswersShares()
+    model = with_exits(module, ["one"], example=images())
+    for mode in (True, False):
+        assert torch.equal(module.train(mode)(images()), model.train(mode).last(images()))
 
 
 def test_a_network_of_ones_own_keeps_its_classifier() -> None:
@@ -236,8 +365,17 @@ def test_a_forward_that_cannot_be_cut_is_refused(kind: type[nn.Module], sentence
         with_exits(kind(), ["first"], example=images())
 
 
+@pytest.mark.parametrize("name", ["regnet_y_400mf", "vit_b_16", "googlenet", "mobilenet_v3_small", "mnasnet0_5"])
+@pytest.mark.filterwarnings("ignore")
+def test_places_of_torchvisions_families_are_shown(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "info", f"torchvision/{name}") == 0
+    assert "exits here: " in capsys.readouterr().out
+
+
 def test_by_name_from_either_library_and_from_its_folder(tmp_path) -> None:
-    for name in ("timm/resnet18.a1_in1k", "torchvision/resnet18"):
+    for name in ("timm/resnet18.a1_in1k", "torchvision/resnet18", "torchvision/mnasnet0_5"):
         model = create_model(name, num_classes=5, exits=3, image_size=SIZE).eval()
         again = load_model(model.save(tmp_path / name)).eval()
         assert again.at == model.at
@@ -254,6 +392,25 @@ def test_preprocessing_comes_with_the_network() -> None:
     assert smaller is not None and (smaller.size, smaller.resize) == (112, 128)
     vision = create_model("torchvision/resnet18", 5, exits=1).preprocessing
     assert vision is not None and (vision.size, vision.resize, vision.interpolation) == (224, 256, "bilinear")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["tf_efficientnet_lite0", "resnet18.a1_in1k", "convnext_tiny.fb_in22k_ft_in1k_384", "vit_tiny_patch16_224"],
+)
+def test_images_are_prepared_as_timm_prepares_them(name: str) -> None:
+    from timm.data import create_transform
+    from timm.data.config import resolve_data_config
+
+    with torch.device("meta"):
+        model = create_model(f"timm/{name}", 5, exits=1)
+    own = model.preprocessing
+    assert own is not None
+    config = resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
+    pixels = np.random.default_rng(0).integers(0, 256, (300, 411, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((411, 300))
+    wanted = create_transform(**config, is_training=False)(image).numpy()
+    np.testing.assert_allclose(own.normalise(own.cut(image)[None])[0], wanted, atol=1e-5)
 
 
 def test_every_batch_norm_of_a_resnet_is_folded() -> None:

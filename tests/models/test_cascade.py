@@ -118,6 +118,16 @@ def test_sizes_that_do_not_fit_are_sentences(sizes: list[int], sentence: str) ->
         cascade([single(24), single(32)], sizes)
 
 
+def test_networks_that_do_not_go_together_are_sentences() -> None:
+    with pytest.raises(ValueError, match="must have the same classes, these have .5, 7."):
+        cascade([single(24), create_model("msdnet-tiny", 7)], SIZES)
+    vit = create_model("timm/vit_tiny_patch16_224", 5, exits=1, image_size=64, options={"depth": 1})
+    with pytest.raises(
+        ValueError, match="network 1 of the cascade is built for images of 64 pixels and cannot take 48"
+    ):
+        cascade([vit, single(64)], [48, 64])
+
+
 def test_members_from_a_configuration() -> None:
     members = [{"name": "timm/resnet18", "overrides": {"exits": 1}}, {"name": "msdnet-tiny"}]
     model = create_model("cascade", 5, members=members, image_sizes=SIZES)

@@ -56,6 +56,27 @@ def test_a_single_network_becomes_one_with_exits(tmp_path: Path) -> None:
     assert torch.equal(answers(model)[-1], answers(single)[-1])
 
 
+def test_a_larger_network_is_refused_and_a_little_more_is_named(
+    resnet: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_file(timm.create_model("resnet34", num_classes=7).state_dict(), tmp_path / "b.safetensors")
+    with pytest.raises(
+        ValueError, match="96 of its 218 tensors are of another network, backbone.layer1.2.bn1.bias for"
+    ):
+        create_model("timm/resnet18", 7, pretrained=tmp_path / "b.safetensors", **BUILT)
+    save_file({**resnet.state_dict(), "aux.weight": torch.zeros(3)}, tmp_path / "c.safetensors")
+    create_model("timm/resnet18", 7, pretrained=tmp_path / "c.safetensors", **BUILT)
+    assert "not used, as the model has no place for it: " in caplog.text and "aux.weight" in caplog.text
+
+
+def test_heads_that_came_trained_are_known(resnet: nn.Module, tmp_path: Path) -> None:
+    save_file(resnet.state_dict(), tmp_path / "a.safetensors")
+    same, other = (create_model("timm/resnet18", n, pretrained=tmp_path / "a.safetensors", **BUILT) for n in (7, 5))
+    assert same.trained_exits == {3} and not other.trained_exits
+    whole = create_model("timm/resnet18", 7, pretrained=same.save(tmp_path / "run"), **BUILT)
+    assert whole.trained_exits == {1, 2, 3} and not create_model("timm/resnet18", 7, **BUILT).trained_exits
+
+
 def test_what_does_not_fit_is_named(resnet: nn.Module, tmp_path: Path) -> None:
     save_file(resnet.state_dict(), tmp_path / "a.safetensors")
     with pytest.raises(ValueError, match="does not fit the model: it lacks backbone"):

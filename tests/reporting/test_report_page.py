@@ -75,7 +75,7 @@ def test_it_opens_on_the_policy_that_ships(page: Any, folder: Path) -> None:
 
 
 def threshold(page: Any) -> float:
-    return float(page.locator("#exits .from").first.inner_text().split("confidence ")[1].split(",")[0])
+    return float(page.locator("#exits .from").first.inner_text().split("is at least ")[1].split(",")[0])
 
 
 def test_the_slider_shows_the_numbers_that_python_computes(page: Any, folder: Path) -> None:

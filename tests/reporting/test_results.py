@@ -447,10 +447,12 @@ def test_cost_is_in_baseline_epochs(results: Path, tmp_path: Path) -> None:
 
 
 def test_mistakes_are_sentences(results: Path, tmp_path: Path) -> None:
-    (results / "2-other").mkdir()
+    kept = next(results.glob("1-main/digits-learned*"))
+    shutil.copytree(kept, results / "2-other" / kept.name)
     for words, text in (("has no section.toml", None), ("cannot be used", "title = 1"), ("holds no results", ABOUT)):
         if text:
             (results / "2-other/section.toml").write_text(text)
+            shutil.rmtree(results / "2-other" / kept.name, ignore_errors=True)
         with pytest.raises(ValueError, match=words):
             write_page(results, tmp_path / "page.md")
     for words, text in (
@@ -476,3 +478,59 @@ def test_mistakes_are_sentences(results: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="is not what was kept"):
             read_stored(broken.parent)
         broken.write_text(before)
+
+
+PAGES = """
+intro = "What was measured."
+
+[[page]]
+name = "main"
+title = "The main question"
+answer = "It depends."
+sections = ["1-main"]
+
+[[page]]
+name = "elsewhere"
+title = "Written otherwise"
+answer = "By a script."
+
+[frontier]
+title = "Everybody"
+text = "On digits."
+budgets = [2, 4, 900]
+to_beat = [50.0, 60.0, 70.0]
+
+[[frontier.published]]
+who = "Somebody"
+how = "a paper"
+points = [[2, 50.0], [3, 55.0]]
+
+[[frontier.ours]]
+who = "learned"
+runs = "1-main/digits-learned*"
+"""
+
+
+def test_several_pages_have_a_short_one_before_them(results: Path, tmp_path: Path) -> None:
+    (results / "pages.toml").write_text(PAGES)
+    (results / "notes").mkdir()  # holds no runs, so it is no section
+    out = tmp_path / "docs/results.md"
+    first = write_page(results, out).read_text()
+    assert "What was measured." in first and "[The main question](results/main.md). It depends." in first
+    assert "(results/elsewhere.md)" in first and not (tmp_path / "docs/results/elsewhere.md").exists()
+    runs = [run for run in stored_runs(results) if run.config.weighting.name == "learned"]
+    at = [100 * run.curves["searched"].at([4e6])[0] for run in runs]
+    row = next(line for line in first.splitlines() if line.startswith("| learned | 2 seeds"))
+    assert f"{np.mean(at):.1f} ±" in row and row.endswith("|  |")  # no number far beyond the network
+    assert "| Somebody | a paper | 50.0 |  |  |" in first and (tmp_path / "docs/results/frontier.png").is_file()
+    page = (tmp_path / "docs/results/main.md").read_text()
+    assert page.startswith("# The main question") and "](1-main.png)" in page and "Digits." in page
+    every = (tmp_path / "docs/results/all-runs.md").read_text()
+    assert all(" ".join(f"{100 * s.top1:.2f}" for s in run.metrics) in every for run in runs)
+    for change, sentence in (
+        (('runs = "1-main/digits-learned*"', 'runs = "2-none/*"'), "no evaluated run matches"),
+        (('intro = "What was measured."', ""), "cannot be used: 'intro'"),
+    ):
+        (results / "pages.toml").write_text(PAGES.replace(*change))
+        with pytest.raises(ValueError, match=sentence):
+            write_page(results, out)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 
 from helpers.saved import COSTS, write_run
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run
@@ -194,13 +195,42 @@ def test_what_fit_tried_comes_first(run: Path, tmp_path: Path) -> None:
     page = found.page.read_text()
     assert found.answer == "It is <good>." and "<h1>My photos</h1>" in page and "Few zebras." in page
     assert page.index('id="figure-families"') < page.index('id="figure-accuracy"')
-    assert "milliseconds per image; bars" in page and "Chosen: four, 85.0 % at 200.00M mul-adds, 4 ms" in page
+    assert "against milliseconds per image" in page and "Chosen: four, 85.0 % at 200.00M mul-adds, 4 ms" in page
     rows = (found.files / "families.csv").read_text().splitlines()
     assert len(rows) == 6 and [row.endswith("chosen") for row in rows[1:]] == [False] * 4 + [True]
     value = a_fit()
     value["families"][0]["points"][0]["ms"] = None  # unknown for one: then none
     (tmp_path / "fit.json").write_text(json.dumps(value))
-    assert "against mul-adds per image; bars" in families_chart(read_fit(tmp_path / "fit.json")).caption
+    assert "against mul-adds per image" in families_chart(read_fit(tmp_path / "fit.json")).caption
+
+
+def test_what_ships_stands_beside_the_single_network(run: Path, tmp_path: Path) -> None:
+    single = {"name": "at 96 px", "run": "s", "mul_adds": 4e8, "ms": 6.0, "top1": 0.9}
+    tested = {"top1": 0.89, "interval": [0.8, 0.95], "samples": 100, "mul_adds": 2e8, "ms": 4.0}
+    (tmp_path / "fit.json").write_text(json.dumps(a_fit(reference=single, test=tested)))
+    rows = (write_report([run], tmp_path / "report.html").files / "shipped.csv").read_text().splitlines()
+    assert rows[1].startswith("four,89.0,") and rows[1].endswith("200.00M,50,4,1.50")
+    assert rows[2].startswith("at 96 px,90.0,") and rows[2].endswith("400.00M,100,6,1.00")
+    (tmp_path / "fit.json").write_text(json.dumps(a_fit()))  # by an earlier version: the policy beside its own network
+    rows = (write_report([run], tmp_path / "report.html").files / "shipped.csv").read_text().splitlines()
+    assert rows[2].startswith("everybody goes to the last exit,")
+
+
+def test_of_each_kind_the_best_at_every_cost_is_drawn(tmp_path: Path) -> None:
+    value = a_fit()
+    worse = {"mul_adds": 1.2e8, "ms": 3.0, "top1": 0.79, "interval": [0.77, 0.81]}
+    value["families"].append({"family": "cascade", "name": "other", "run": "o", "points": [worse]})
+    path = tmp_path / "fit.json"
+    path.write_text(json.dumps(value))
+    chart = families_chart(read_fit(path))
+    axes = Figure().subplots()
+    chart.draws[0](axes)
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.get_lines()}
+    assert lines["cascade"] == [[2.3, 80.0], [3.4, 86.0]] and lines["chosen"] == [[4.0, 85.0]]
+    assert [text.get_text() for text in axes.texts] == ["at 96 px"]
+    low, high = axes.get_ylim()
+    assert 0 < low < 71.3 and high > 88  # the intervals are on it
+    assert "4 networks were tried. one network: 73.3 % at 70.00M. cascade: 80.0 % at 90.00M to 86.0 %" in chart.words
 
 
 def test_the_fit_is_looked_for_around_the_run(run: Path, tmp_path: Path) -> None:

@@ -254,6 +254,11 @@ def test_other_sessions_of_the_process_are_left_alone(onnx_bundle: Path) -> None
     assert first == second and shape == ["(1,", "10)"]
 
 
+def test_an_argument_that_went_is_still_taken(onnx_bundle: Path) -> None:
+    with pytest.warns(DeprecationWarning, match="needs no own_process"):
+        assert load_bundle(onnx_bundle, own_process=True).format == "onnx"
+
+
 def test_running_imports_nothing_of_training(torch_bundle: Path) -> None:
     code = (
         "import sys, offramp\n"

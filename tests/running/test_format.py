@@ -78,9 +78,9 @@ def page_resized(pixels: np.ndarray, own: Preprocessing) -> np.ndarray:
     resize, interpolation = own.resize, own.interpolation
     height, width = pixels.shape[:2]
     short, long = min(width, height), max(width, height)
-    if short == resize:
+    if short == resize and not own.squash:
         return pixels
-    longer = max(resize, (resize * long) // short)
+    longer = resize if own.squash else max(resize, (resize * long) // short)
     wide, high = (resize, longer) if width <= height else (longer, resize)
     if height > high and height - high > 2 * (width - wide):
         return page_pass(page_columns(pixels, high, interpolation), wide, interpolation)
@@ -117,14 +117,14 @@ def page_on_white(pixels: np.ndarray, alpha: np.ndarray) -> np.ndarray:
 
 
 PREPARED = [
-    Preprocessing(size, resize, (0.5,) * 3, (0.25,) * 3, interpolation)
-    for interpolation in ("bilinear", "bicubic")
+    Preprocessing(size, resize, (0.5,) * 3, (0.25,) * 3, interpolation, squash)
+    for interpolation, squash in (("bilinear", False), ("bicubic", False), ("bicubic", True))
     for size, resize in ((32, 32), (24, 28), (56, 64))
 ]
 
 
 def shown(own: Preprocessing) -> str:
-    return f"{own.resize}-{own.size}-{own.interpolation}"
+    return f"{own.resize}-{own.size}-{own.interpolation}{'-squash' if own.squash else ''}"
 
 
 SIZES = [

@@ -6,13 +6,16 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from offramp.cli.app import with_ray_address
 from offramp.common.console import only_ours, say
-from offramp.scaling.cluster import WorkersFailed, WorkerShape, _room, ray_cluster
+from offramp.common.ray_connection import RayFailed
+from offramp.scaling.cluster import WorkerShape, _room, _say_if_nobody_has, ray_cluster
 
 
 @pytest.mark.parametrize(
@@ -44,11 +47,54 @@ def test_as_many_workers_as_fit() -> None:
             WorkerShape(**wrong)  # type: ignore[arg-type]
 
 
+def test_workers_that_fit_nowhere_are_said(caplog: pytest.LogCaptureFixture) -> None:
+    nodes = [{"Alive": True, "Resources": {"CPU": 2.0}}, {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}}]
+    _say_if_nobody_has(WorkerShape(cpus=2), nodes)
+    assert not caplog.text
+    _say_if_nobody_has(WorkerShape(gpus=1), nodes)
+    assert "the 1 CPUs and 1 GPUs of a worker (there: 2 CPUs and 0 GPUs); waiting" in caplog.text
+
+
+JOIN = """
+import os, sys
+from offramp.common.ray_connection import ray_connection
+with ray_connection(sys.argv[1]):
+    import ray
+    print("answered", ray.get(ray.remote(lambda: 6 * 7).remote()), os.environ["RAY_AUTH_MODE"])
+print("RAY_AUTH_MODE" in os.environ)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["token", "disabled"])
+def test_a_token_is_sent_to_clusters_that_ask_for_one(mode: str) -> None:
+    """This machine has one, as after any Ray that was started on it; the cluster has it too, or knows of none."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as home, socket.socket() as free:  # a short path: sockets lie below it
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        Path(home, ".ray").mkdir()
+        Path(home, ".ray", "auth_token").write_text("0123456789abcdef" * 4)
+        env = {key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"}
+        env |= {"HOME": home, "RAY_TMPDIR": home, "RAY_USAGE_STATS_ENABLED": "0"}
+        ray = [sys.executable, "-m", "ray.scripts.scripts"]
+        free.close()
+        head = ["start", "--head", f"--port={port}", "--num-cpus=1", "--include-dashboard=false"]
+        run = partial(subprocess.run, capture_output=True, text=True, timeout=120)
+        try:
+            started = run([*ray, *head], env={**env, "RAY_AUTH_MODE": mode})
+            assert started.returncode == 0, started.stdout + started.stderr
+            for address in (f"127.0.0.1:{port}", "auto"):
+                found = run([sys.executable, "-c", JOIN, address], env=env)
+                assert found.stdout == f"answered 42 {mode}\nFalse\n", found.stdout + found.stderr
+        finally:
+            run([*ray, "stop", "--force"], env=env)
+
+
 def test_addresses_that_cannot_be_used_are_said_at_once() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-        with pytest.raises(WorkersFailed, match=f"no Ray listens at {address}"), ray_cluster(address):
+        with pytest.raises(RayFailed, match=f"no Ray listens at {address}"), ray_cluster(address):
             pass
     with pytest.raises(ValueError, match="Ray's client is not used"), ray_cluster("ray://h:1"):
         pass

@@ -134,9 +134,13 @@ def test_ctrl_c_ends_with_a_sentence_and_no_process_stays(
 @pytest.mark.timeout(3600)
 def test_killed_at_random_again_and_again(onnx_bundle: Path, digits_of: Callable[[int], Path], tmp_path: Path) -> None:
     """Workers and the command, at moments that are drawn; every start keeps what was there before it."""
-    source, out, draw = digits_of(120 * PART + 1), tmp_path / "out", random.Random(0)
-    for _ in range(8):
+    count = 120
+    source, out, draw = digits_of(count * PART + 1), tmp_path / "out", random.Random(0)
+    for rounds in range(8):
         before = parts(out)
+        if len(before) > 0.8 * count:  # a fast machine: what is left would be done before it is killed
+            assert rounds >= 3
+            break
         running = start_until(onnx_bundle, source, out, len(before) + 1)
         for _ in range(draw.randrange(3)):
             time.sleep(draw.random() * 3)
@@ -148,7 +152,7 @@ def test_killed_at_random_again_and_again(onnx_bundle: Path, digits_of: Callable
         running.communicate(timeout=120)
         assert {name: parts(out)[name] for name in before} == before
     kept = parts(out)
-    assert 8 <= len(kept) < 121
+    assert 8 <= len(kept) <= count
     finish(start(onnx_bundle, source, out))
     assert {name: parts(out)[name] for name in kept} == kept
     check_whole(onnx_bundle, source, out)

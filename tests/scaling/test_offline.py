@@ -13,10 +13,11 @@ import pytest
 
 from helpers.runs import call
 from offramp import load_bundle
+from offramp.common.console import progress
 from offramp.running.predict import expand, predict
 from offramp.scaling import offline
 from offramp.scaling.offline import Asked, PackedBundle, part_images_for, predict_source
-from offramp.scaling.parts import SCHEMA, Totals
+from offramp.scaling.parts import SCHEMA, PartCount, Totals
 from offramp.scaling.places import names_below, read_all
 from offramp.scaling.sources import open_source
 
@@ -54,11 +55,28 @@ def test_answers_are_those_of_predict(
             row.error,
         )
         assert own["confidence"] == (None if row.confidence is None else pytest.approx(row.confidence, abs=1e-4))
-    assert sorted(in_process) == [0, 1, 2, 3] and sorted((tmp_path / "out").iterdir())[-1].name == "predict.json"
+    assert sorted(in_process) == [0, 1, 2, 3] and sorted((tmp_path / "out").iterdir())[0].name == "_predict.json"
+    assert pq.read_table(tmp_path / "out").num_rows == 250  # the folder as a whole
     assert (found.images, found.unreadable, found.parts) == (250, 2, 4)
     assert found.shares == pytest.approx(plain.shares)
     assert found.mean_mul_adds == pytest.approx(sum(row.mul_adds or 0 for row in plain.rows) / 248)
     assert "250 images in 4 parts, 2 of them could not be read" in str(found)
+
+
+def test_the_same_names_elsewhere_are_another_source(digits: Path, tmp_path: Path) -> None:
+    shutil.copytree(digits, tmp_path / "copy")
+    here, there = open_source(str(digits)), open_source(str(tmp_path / "copy"))
+    assert here.size == there.size and here.digest != there.digest
+    assert here.digest == open_source(f"{digits}/").digest
+
+
+def test_a_part_of_an_earlier_commands_worker_is_none_of_this_ones() -> None:
+    totals = Totals((1, 2), 30)
+    with progress("", 30, silent=True) as bar:
+        for worker, ended in (("old", 90.0), ("new", 112.0), ("other", 111.0)):
+            offline._note(totals, PartCount(0, (6, 4), 0, 5.0, worker, ended), 100.0, bar)
+    assert (totals.parts, totals.images, totals.new_images, totals.workers) == (3, 30, 20, {"new", "other"})
+    assert totals.start_s == 6.0
 
 
 def test_it_goes_on_wherever_it_was_stopped(
@@ -127,7 +145,7 @@ def test_another_bundle_source_or_setting_is_refused(
     predict_source(torch_bundle, source, out, Asked(part_images=64, batch=7, device="cpu", max_unreadable=0.5))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("mine")
-    with pytest.raises(ValueError, match="holds files but no predict.json"):
+    with pytest.raises(ValueError, match="holds files but no _predict.json"):
         predict_source(torch_bundle, source, str(tmp_path / "full"), SMALL)
 
 
@@ -196,7 +214,7 @@ def test_from_a_store_into_a_store(
     predict_source(onnx_bundle, open_source(f"{s3}/in"), f"{s3}/out/", asked)
     predict_source(onnx_bundle, open_source(str(digits / "000")), str(tmp_path / "out"), asked)
     names = names_below(f"{s3}/out")
-    assert names == [*(f"part-{at:06d}.parquet" for at in range(4)), "predict.json"]
+    assert names == ["_predict.json", *(f"part-{at:06d}.parquet" for at in range(4))]
     (tmp_path / "copy").mkdir()
     for name in names:
         (tmp_path / "copy" / name).write_bytes(read_all(f"{s3}/out/{name}"))

@@ -18,6 +18,7 @@ from helpers.server import Running, Start, labels, picture, until
 FILES = Path(__file__).parents[2] / "docs" / "production"
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 PROMTOOL = shutil.which("promtool")
+KEYS = {"shop": "1f" * 32, "lab": "2e" * 32}  # as long as `openssl rand -hex 32` draws them
 
 
 def free_port() -> int:
@@ -32,7 +33,7 @@ def written(folder: Path, server: Running, ports: tuple[int, int]) -> Path:
     files = ["-keyout", str(folder / "offramp.key"), "-out", str(folder / "offramp.crt")]
     make = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *subject, *files]
     subprocess.run(make, check=True, capture_output=True)
-    (folder / "offramp-keys.map").write_text('"Bearer one" shop;\n"Bearer two" lab;\n')
+    (folder / "offramp-keys.map").write_text("".join(f'"Bearer {key}" {name};\n' for name, key in KEYS.items()))
     text = (FILES / "nginx.conf").read_text()
     swaps = {"/etc/nginx/": f"{folder}/", "127.0.0.1:8000": f"127.0.0.1:{server.port}"}
     swaps |= {"listen 80;": f"listen 127.0.0.1:{ports[0]};", "listen 443 ssl": f"listen 127.0.0.1:{ports[1]} ssl"}
@@ -72,7 +73,7 @@ def proxied(start: Start, tmp_path: Path) -> Iterator[tuple[httpx.Client, int]]:
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_nginx_asks_for_a_key_and_hides_what_is_the_operators(proxied: tuple[httpx.Client, int]) -> None:
     http, plain = proxied
-    files, key = {"images": picture(4, 1)}, {"authorization": "Bearer one"}
+    files, key = {"images": picture(4, 1)}, {"authorization": f"Bearer {KEYS['shop']}"}
     for wrong in ({}, {"authorization": "Bearer three"}, {"authorization": "Bearer"}, {"authorization": "one"}):
         refused = http.post("/predict", files=files, headers=wrong)
         assert refused.status_code == 401 and "a key is needed" in refused.json()["detail"]
@@ -91,8 +92,9 @@ def test_nginx_asks_for_a_key_and_hides_what_is_the_operators(proxied: tuple[htt
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_behind_nginx_every_key_has_a_ceiling_of_its_own(proxied: tuple[httpx.Client, int]) -> None:
     http, _ = proxied
-    for key, name, status in (("one", "1.1.1.1", 200), ("one", "2.2.2.2", 429), ("two", "", 200), ("two", "", 429)):
-        headers = {"authorization": f"Bearer {key}", "x-forwarded-for": name}
+    tries = (("shop", "1.1.1.1", 200), ("shop", "2.2.2.2", 429), ("lab", "", 200), ("lab", "", 429))
+    for client, name, status in tries:
+        headers = {"authorization": f"Bearer {KEYS[client]}", "x-forwarded-for": name}
         found = http.post("/predict", files={"images": picture(1, 3)}, headers=headers)
         assert found.status_code == status
     assert int(found.headers["retry-after"]) > 1

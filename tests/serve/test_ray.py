@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ import pytest
 
 from helpers.runs import call
 from helpers.server import labels, picture, until
+from offramp.common.files import read_json, sha256, write_json
 from offramp.serve import ServeConfig
 from offramp.serve.processes import Job
 from offramp.serve.ray_app import Counts, Replicas
@@ -38,10 +41,47 @@ def test_replicas_are_a_number_or_a_range(monkeypatch: pytest.MonkeyPatch, capsy
             Replicas.parse(bad)
     assert call(monkeypatch, "serve", "bundle", "--replicas", "2") == 2
     assert "--replicas needs --ray" in capsys.readouterr().err
-    assert call(monkeypatch, "serve", "bundle", "--ray", "--workers", "2") == 2
-    assert "with --ray give --replicas" in capsys.readouterr().err
+    for own in ("--workers", "--threads"):
+        assert call(monkeypatch, "serve", "bundle", "--ray", own, "2") == 2
+        assert "with --ray give --replicas" in capsys.readouterr().err
     assert call(monkeypatch, "serve", "no-such-bundle", "--ray", "--replicas", "2") == 2
     assert "no-such-bundle" in capsys.readouterr().err
+
+
+def test_a_cluster_that_is_not_there_is_a_sentence(
+    onnx_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "serve", onnx_bundle, "--ray", "127.0.0.1:9") == 2
+    assert "no Ray listens at 127.0.0.1:9" in capsys.readouterr().err
+    assert call(monkeypatch, "serve", onnx_bundle, "--ray", "ray://127.0.0.1:9") == 2
+    assert "Ray's client is not used" in capsys.readouterr().err
+
+
+def test_a_bundle_that_does_not_answer_never_reaches_ray(
+    onnx_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whole by its digests, and yet no network: replicas of it would take the place of those that work."""
+    bad = shutil.copytree(onnx_bundle, tmp_path / "bad")
+    stage = max(bad.glob("stage-*.onnx"))
+    stage.write_bytes(stage.read_bytes()[:-100])
+    manifest = read_json(bad / "bundle.json")
+    manifest["files"][stage.name] = sha256(stage)
+    write_json(bad / "bundle.json", manifest)
+    assert call(monkeypatch, "serve", bad, "--ray", "127.0.0.1:9") == 2
+    said = capsys.readouterr().err
+    assert str(bad) in said.replace("\n", "") and "no Ray listens" not in said
+
+
+def test_a_ceiling_is_divided_by_the_most_replicas(onnx_bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from offramp.serve import ray_app
+
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(ray_app, "ray_here", lambda address, **more: nullcontext(seen.update(more)))
+    monkeypatch.setattr(ray_app, "deploy", lambda job, *rest: seen.update(job.words) or "http://somewhere")
+    config = ServeConfig(queue=100, client_mul_adds_per_s=100e6)
+    ray_app.serve_on_ray(onnx_bundle, "somewhere:1", Replicas(1, 4, cpus=3.0), config=config)
+    assert seen["settings"]["client_mul_adds_per_s"] == 25e6 and seen["settings"]["queue"] == 100
+    assert seen["threads"] == 3 and seen["num_cpus"] >= 12
 
 
 def test_counts_of_replicas_that_are_gone_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -295,3 +335,28 @@ def test_a_ray_of_its_own_serves_and_ends_well(onnx_bundle: Path) -> None:
         process.send_signal(signal.SIGTERM)
         said, errors = process.communicate(timeout=60)
     assert process.returncode == 0 and said == "stopped\n", (said, errors)
+
+
+@pytest.mark.slow
+def test_on_a_cluster_the_command_returns_and_is_repeated_with_another_bundle(
+    cluster: Any, onnx_bundle: Path, torch_bundle: Path
+) -> None:
+    cluster.add_node(num_cpus=2)
+    cluster.wait_for_nodes()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_ADDRESS": cluster.address}
+
+    def offramp(*words: object) -> str:
+        command = [sys.executable, "-m", "offramp", *map(str, words)]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=200).stdout
+
+    said = offramp("serve", onnx_bundle, "--ray", cluster.address, "--port", "0", "--reveal-exit")
+    found = re.search(r"http://\S+", said)
+    assert found is not None and "with 1 replica; it stays" in said
+    with httpx.Client(base_url=found.group(), trust_env=False, timeout=30) as http:
+        images = {"images": picture(4, 1, side=32)}
+        assert "exit" in http.post("/predict", files=images).json()["predictions"][0]
+        assert found.group() in offramp("serve", torch_bundle, "--ray", cluster.address)  # the address stays too
+        until(lambda: "exit" not in http.post("/predict", files=images).json()["predictions"][0], 30)
+        [off] = re.findall(r'`python -c "(.*?)"`', DOCS.read_text())
+        subprocess.run([sys.executable, "-c", off], env=environment, check=True, capture_output=True, timeout=100)
+        until(lambda: http.post("/predict", files=images).status_code == 404, 30)

@@ -132,7 +132,7 @@ def test_a_client_cannot_use_more_than_its_share(start: Start) -> None:
     assert labels(server.send(picture(1, 3))) == [1]  # it is below zero now, by four million
     refused = server.send(picture(1, 1))
     sentence(refused, 429)
-    assert 7 <= int(refused.headers["retry-after"]) <= 8
+    assert 7 <= int(refused.headers["retry-after"]) <= 9  # 8 s and a little, less what has passed, rounded up
     spoofed = server.http.post("/predict", files={"images": picture(1, 1)}, headers={"x-forwarded-for": "1.2.3.4"})
     sentence(spoofed, 429)
     proxied = start(client_mul_adds_per_s=500_000, trust_forwarded=True)

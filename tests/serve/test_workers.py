@@ -19,6 +19,7 @@ from helpers.runs import call
 from helpers.server import answer_of, labels, picture, request_bytes, until
 from offramp.serve import ServeConfig
 from offramp.serve.metrics import COUNT, QUEUE, SLOTS, Metrics, Window, new_row
+from offramp.serve.run import stage_threads
 
 PARENT = """
 import sys
@@ -153,6 +154,14 @@ def test_a_bundle_is_served_by_workers(onnx_bundle: Any) -> None:
 
     [found] = bench_serve(onnx_bundle, seconds=1.0, clients=[4], workers=[2])
     assert found.load.passed and found.load.accepted > 10
+
+
+def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for cores, workers, threads in ((1, 1, 1), (2, 1, 1), (8, 1, 7), (8, 3, 2), (2, 4, 1)):
+        monkeypatch.setattr("offramp.serve.run.cores", lambda cores=cores: cores)
+        assert stage_threads(workers) == threads
+    assert call(monkeypatch, "serve", "bundle", "--threads", "0") == 2
+    assert "--threads must be 1 or more, got 0" in capsys.readouterr().err
 
 
 def test_limits_are_divided() -> None:

@@ -10,7 +10,9 @@ import torch
 from PIL import Image
 
 from helpers.runs import resumed, same_weights
-from offramp import create_model, evaluate_run, load_model, train_run, with_settings
+from offramp import create_model, evaluate_run, load_bundle, load_model, train_run, with_settings
+from offramp.measuring.calibrate import PolicyRequest, calibrate_run
+from offramp.running.export import export_run
 from offramp.runs.config import RunConfig
 
 DIGITS = ("data.train=64", "data.calibration=20", "data.test=20", "train.epochs=2", "train.batch=32")
@@ -94,3 +96,53 @@ def test_a_probe_alone_is_a_run(tmp_path: Path) -> None:
     assert len(top1) == 3 and max(top1) > 0.15
     with pytest.raises(ValueError, match="train.epochs must be 1 or more; 0 is for heads that are linear probes"):
         config("train.epochs=0")
+
+
+def test_norms_that_come_trained_keep_their_statistics(tmp_path: Path) -> None:
+    """In the network, not in its new heads; scale and shift are trained."""
+    alone = ("model.name=timm/test_resnet", "model.overrides={exits=1}")
+    single = train_run(config(*DIGITS, *alone), tmp_path / "single", device="cpu")
+    cut = ("model.name=timm/test_resnet", "model.overrides={exits=3, head='conv'}")
+    given = config(*DIGITS, *cut, f"model.pretrained='{single}'", "train.freeze_norms=true")
+    run = train_run(given, tmp_path / "run", device="cpu")
+    before, after = (load_model(folder).state_dict() for folder in (single, run))
+    fresh = create_model("timm/test_resnet", 10, exits=3, head="conv").state_dict()
+    statistics = [name for name in after if name.endswith(("running_mean", "running_var"))]
+    kept = [name for name in statistics if not name.startswith("heads.")]
+    assert kept and all(torch.equal(before[name], after[name]) for name in kept)
+    heads = [name for name in statistics if name not in kept]
+    assert heads and not any(torch.equal(fresh[name], after[name]) for name in heads)
+    assert not torch.equal(before["backbone.layer1.0.bn1.weight"], after["backbone.layer1.0.bn1.weight"])
+    assert same_weights(run, resumed(given, run, tmp_path / "again"))
+    with pytest.raises(ValueError, match="train.freeze_norms keeps statistics that a network has learned"):
+        train_run(config(*DIGITS, *CUT, "train.freeze_norms=true"), tmp_path / "none", device="cpu")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_cascade_of_finished_runs_needs_no_training(tmp_path: Path) -> None:
+    """And it does not need them any more."""
+    alone = ("model.name=timm/test_resnet", "model.overrides={exits=1}")
+    for seed in (0, 1):
+        train_run(config(*DIGITS, *alone, f"seed={seed}"), tmp_path / f"run{seed}", device="cpu")
+    of_run = "{{name='timm/test_resnet', overrides={{exits=1}}, pretrained='{}'}}"
+    members = ", ".join(of_run.format(tmp_path / f"run{seed}") for seed in (0, 1))
+    put = (
+        "model.name=cascade",
+        f"model.overrides={{members=[{members}], image_sizes=[24, 32], carry=1.0}}",
+        "train.epochs=0",
+        "train.probe=true",  # as in the recipe for photos: heads that come trained are not new
+        "train.batch=4096",
+    )
+    run = train_run(config(*DIGITS, *put), tmp_path / "cascade", device="cpu")
+    first = load_model(tmp_path / "run0").state_dict()
+    for seed in (0, 1):
+        (tmp_path / f"run{seed}").rename(tmp_path / f"gone{seed}")
+    found = load_model(run)
+    assert all(torch.equal(found.state_dict()[f"members.0.{name}"], tensor) for name, tensor in first.items())
+    assert found.spec is not None and "gone" not in str(found.spec) and "pretrained" not in str(found.spec)
+    evaluate_run(run, device="cpu")
+    calibrate_run(run, PolicyRequest(q=0.5))
+    bundle = load_bundle(export_run(run, tmp_path / "bundle", format="torch"))
+    assert bundle(np.zeros((2, 32, 32, 3), np.uint8)).labels.shape == (2,)
+    with pytest.raises(ValueError, match="for cascades of networks that are trained already"):
+        config(*DIGITS, *put[:1], "train.epochs=0")

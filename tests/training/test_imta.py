@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,8 +201,10 @@ def test_the_meta_objective_sees_the_exits_and_not_the_teacher() -> None:
 
 @pytest.mark.parametrize("weighting", ["uniform", "learned"])
 def test_both_phases_train_resume_and_evaluate(
-    tmp_path: Path, small_config: Callable[..., RunConfig], weighting: str
+    tmp_path: Path, small_config: Callable[..., RunConfig], weighting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    clock = itertools.count()
+    monkeypatch.setattr("offramp.training.loop.time", SimpleNamespace(monotonic=lambda: float(next(clock))))
     config = small_config(
         f"weighting.name={weighting}", "imta.equilibrium=true", "imta.collaboration=true", "train.epochs=2"
     )

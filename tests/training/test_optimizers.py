@@ -91,10 +91,9 @@ def test_the_rate_rises_in_a_line_and_falls_along_a_cosine() -> None:
     assert [rate_share(step, 4) for step in range(4)] == pytest.approx([1, 0.853553, 0.5, 0.146447], abs=1e-6)
 
 
-def test_a_warm_up_that_never_ends_is_refused(tmp_path: Path, small_config: Config) -> None:
-    with pytest.raises(ValueError, match=r"warm_up_steps is 12, but training has only 12 steps"):
-        train_run(small_config("train.warm_up_steps=12"), tmp_path / "run", device="cpu")
-    assert not (tmp_path / "run").exists()
+def test_a_warm_up_takes_half_of_training_at_most() -> None:
+    assert [rate_share(step, 12, 50) for step in range(12)] == [rate_share(step, 12, 6) for step in range(12)]
+    assert rate_share(0, 1, 50) == 1.0
 
 
 def test_the_average_is_the_formula_and_the_look_ahead_leaves_it_alone() -> None:

@@ -111,7 +111,10 @@ def test_a_module_that_is_no_exit_net_needs_its_costs(tmp_path: Path) -> None:
         ([torch.zeros(2, 3, 32, 32)], r"must give \(images, labels\), got Tensor|must give float images"),
         ([(torch.zeros(2, 3, 32, 32, dtype=torch.uint8), torch.zeros(2, dtype=torch.int64))], "must give float images"),
         ([(torch.zeros(2, 3, 32, 32), torch.zeros(2, 10))], "whole-number labels"),
-        ([(torch.zeros(2, 3, 24, 24), torch.zeros(2, dtype=torch.int64))], "preprocessing.size is 32, but the test"),
+        (
+            [(torch.zeros(2, 3, 24, 24), torch.zeros(2, dtype=torch.int64))],
+            "preprocessing.size 32 images are .3, 32, 32., but the test",
+        ),
         ([], "the test split of data of one's own gave no images"),
     ],
 )
@@ -169,7 +172,7 @@ def test_a_saved_model_goes_from_verb_to_verb(
     assert "knows 10 classes, but this" in refused(
         "eval", "saved", "--data", "imagefolder", "--data-dir", str(photos())
     )
-    assert "nowhere is not a run folder" in refused("eval", "nowhere", "--data", "digits")
+    assert "nowhere is not there" in refused("eval", "nowhere", "--data", "digits")
     assert "goes with --data" in refused("eval", "saved", "--set", "data.test=3")
 
 

@@ -122,7 +122,7 @@ def subject_of(source: str, kind: str | None = None, device: str = "auto") -> tu
     if (Path(source) / CONFIG).is_file():
         raise ValueError(f"{source} is a run or model folder; make a bundle of the run first: offramp export")
     if is_bundle(source):
-        bundle = load_bundle(source, device=device, own_process=True)
+        bundle = load_bundle(source, device=device)
         whole = _whole_torch(bundle.engine) if bundle.format == "torch" else _all_stages(bundle.engine)
         if kind not in (None, bundle.format):
             raise ValueError(f"{source} is a bundle for {bundle.format}, so it cannot be timed with {kind}")
@@ -163,11 +163,10 @@ def _all_stages(engine: Engine) -> Callable[[np.ndarray], Any]:
 
 
 def _onnx_subject(model: Any, device: str) -> tuple[Engine, Callable[[np.ndarray], Any]]:
-    from offramp.running.engines.onnx_engine import OnnxEngine, providers, share_threads
+    from offramp.running.engines.onnx_engine import OnnxEngine, providers
     from offramp.running.export import onnx_stages, onnx_whole
 
     providers(device)  # a device that is not there is said before minutes of export
-    share_threads()
     engine = OnnxEngine(onnx_stages(model), device=device)
     whole = OnnxEngine([onnx_whole(model)], device=device)
     return engine, lambda images: whole.judge(1, whole.run(1, whole.begin(images))[0])

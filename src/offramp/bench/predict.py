@@ -23,9 +23,10 @@ from PIL import Image
 
 from offramp.common.console import say
 from offramp.common.formatting import Table
+from offramp.common.ray_connection import LOCAL
 from offramp.running.bundle import load_bundle, read_golden
 from offramp.running.predict import predict
-from offramp.scaling.cluster import LOCAL, Task, WorkerShape, now, ray_cluster, spread
+from offramp.scaling.cluster import Task, WorkerShape, now, ray_cluster, spread
 from offramp.scaling.offline import SMALLEST_PART, Asked, Job, PackedBundle, PartWriter, limit_threads, planned
 from offramp.scaling.parts import PartCount, claim
 from offramp.scaling.sources import FileSource, Source, open_source

@@ -31,7 +31,7 @@ import numpy as np
 from PIL import Image
 
 from offramp.common.extras import explained
-from offramp.common.formatting import Table
+from offramp.common.formatting import Table, counted
 from offramp.running.bundle import Bundle, load_bundle, read_golden
 
 REFUSALS = (429, 503)
@@ -217,6 +217,7 @@ class ServeRow:
     server_cpu_ms: float | None  # per request, of all its processes; None where the system does not tell
     client_cpu_ms: float  # per request, of the load test itself
     cores_busy: float | None  # by both, on average
+    busiest_thread: float | None  # of the server: how much of a core it took; near 1, more cores do not help
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "load": self.load.to_json()}
@@ -224,14 +225,10 @@ class ServeRow:
 
 def ways_to_serve(workers: Sequence[int], replicas: int | None = None) -> dict[str, tuple[str, ...]]:
     """What is compared, by name: the options of `offramp serve`; on Ray where `replicas` are asked for."""
-    ways: dict[str, tuple[str, ...]] = {_many(n, "worker"): ("--workers", str(n)) for n in workers}
+    ways: dict[str, tuple[str, ...]] = {counted(n, "worker"): ("--workers", str(n)) for n in workers}
     if replicas is not None:
-        ways[f"Ray, {_many(replicas, 'replica')}"] = ("--ray", "local", "--replicas", str(replicas))
+        ways[f"Ray, {counted(replicas, 'replica')}"] = ("--ray", "local", "--replicas", str(replicas))
     return ways
-
-
-def _many(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def bench_serve(
@@ -264,17 +261,19 @@ def _measured(way: str, pid: int, load: Callable[[], LoadResult]) -> ServeRow:
     before, own = cpu_seconds(pid), time.process_time()
     found = load()
     own, after = time.process_time() - own, cpu_seconds(pid)
-    server = None if before is None or after is None else after - before
     each = 1e3 / max(found.accepted + found.refused, 1)
-    busy = None if server is None else (server + own) / found.seconds
-    return ServeRow(way, found, None if server is None else server * each, own * each, busy)
+    spent = [seconds - before.get(thread, 0.0) for thread, seconds in after.items()]
+    if not spent:
+        return ServeRow(way, found, None, own * each, None, None)
+    busy, busiest = (sum(spent) + own) / found.seconds, max(spent) / found.seconds
+    return ServeRow(way, found, sum(spent) * each, own * each, busy, busiest)
 
 
 def serve_table(name: str, rows: Sequence[ServeRow]) -> Table:
     """The ways of serving beside each other; processor time also against that of the first at as many connections."""
     first = {row.load.clients: row.server_cpu_ms for row in reversed(rows)}
     columns = ["way", "connections", "requests", "images/s", "p50 ms", "p95 ms", "p99 ms", "refused", "wrong or failed"]
-    columns += ["server CPU ms", "times the first", "client CPU ms", "cores busy"]
+    columns += ["server CPU ms", "times the first", "client CPU ms", "cores busy", "busiest thread"]
     return f"{name}: each way on {os.cpu_count()} cores with its clients", columns, [_cells(row, first) for row in rows]
 
 
@@ -283,29 +282,36 @@ def _cells(row: ServeRow, first: dict[int, float | None]) -> list[str]:
     counts = [row.way, str(load.clients), f"{load.accepted:,}", f"{load.images_per_s:,.0f}"]
     times = [f"{ms:,.1f}" for ms in (load.p50_ms, load.p95_ms, load.p99_ms)]
     faults = [f"{load.refused:,}", str(load.wrong + load.failed)]
-    if row.server_cpu_ms is None or row.cores_busy is None or not base:
-        return [*counts, *times, *faults, "?", "?", f"{row.client_cpu_ms:.2f}", "?"]
+    if row.server_cpu_ms is None or not base:
+        return [*counts, *times, *faults, "?", "?", f"{row.client_cpu_ms:.2f}", "?", "?"]
     spent = [f"{row.server_cpu_ms:.2f}", f"{row.server_cpu_ms / base:.2f}", f"{row.client_cpu_ms:.2f}"]
-    return [*counts, *times, *faults, *spent, f"{row.cores_busy:.2f}"]
+    return [*counts, *times, *faults, *spent, f"{row.cores_busy:.2f}", f"{row.busiest_thread:.2f}"]
 
 
-def cpu_seconds(pid: int) -> float | None:
-    """Processor time that a process and its living descendants have used; None where the system does not tell."""
-    parents: dict[int, int] = {}
-    used: dict[int, float] = {}
+def cpu_seconds(pid: int) -> dict[int, float]:
+    """Processor time that each thread of a process and of its living descendants has used; by thread.
+
+    It is empty where the system does not tell.
+    """
+    known = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):
-            words = (folder / "stat").read_text().rpartition(")")[2].split()
-            parents[int(folder.name)] = int(words[1])
-            used[int(folder.name)] = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-    if pid not in used:
-        return None
-    family, left = 0.0, [pid]
+            known[int(folder.name)] = int(_stat(folder)[1])
+    used: dict[int, float] = {}
+    left = [pid]
     while left:
         one = left.pop()
-        family += used[one]
-        left += [child for child, parent in parents.items() if parent == one]
-    return family
+        left += [child for child, parent in known.items() if parent == one]
+        for thread in Path(f"/proc/{one}/task").glob("[0-9]*"):
+            with suppress(OSError, ValueError, IndexError):
+                words = _stat(thread)
+                used[int(thread.name)] = (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+    return used
+
+
+def _stat(folder: Path) -> list[str]:
+    """What Linux says of a process or thread, from its state on."""
+    return (folder / "stat").read_text().rpartition(")")[2].split()
 
 
 def _encoded(folder: Path) -> list[bytes]:

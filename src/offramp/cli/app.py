@@ -8,9 +8,10 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from offramp import __version__
 from offramp.cli.bench import verbs as bench
@@ -26,7 +27,20 @@ from offramp.common.signals import Stopped
 
 RAY_ADDRESS = re.compile(r"local|auto|ray://.+|[\w.-]+:\d+|\[[0-9a-fA-F:]+\]:\d+")
 
+START_HERE = ("demo", "fit", "predict", "serve")
+ORDER = (*START_HERE, "info", "models", "recipes", "train", "eval", "calibrate", "report", "export")
+
+
+class InOrder(TyperGroup):
+    """Lists the verbs in the order in which people meet them; others follow."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        return sorted(names, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+
+
 app = typer.Typer(
+    cls=InOrder,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -124,7 +124,7 @@ def _bundle_and_images(
     from offramp.running.labelled import labelled_images
     from offramp.runs.config import data_config
 
-    bundle = load_bundle(source, device=device, own_process=True)
+    bundle = load_bundle(source, device=device)
     return bundle, labelled_images(bundle, data_config(data, settings), data_dir, "calibration")
 
 

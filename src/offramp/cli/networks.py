@@ -72,8 +72,12 @@ def print_places(table: dict[str, Any]) -> None:
         if (share := place["mul_adds"] / whole)
     ]
     print_table("Places for exits; costs without heads", ["module", "returns", "mul-adds", "of the whole"], rows)
+    if not rows:
+        say("no place was found by itself; name modules: --set 'exits=[\"NAME\", ...]'")
+        return
     first, *_, last = [place["module"] for place in table["places"]] * 2
-    say(f'exits here: {", ".join(table["at"])}; others: --set exits=N or --set \'exits=["{first}", "{last}"]\'')
+    here = ", ".join(table["at"]) or "the last one alone"
+    say(f'exits here: {here}; others: --set exits=N or --set \'exits=["{first}", "{last}"]\'')
 
 
 def holds_graphs(name: str) -> bool:

@@ -55,9 +55,9 @@ RayAddress = Annotated[
     ),
 ]
 Workers = Annotated[int | None, typer.Option(help="How many workers; default: as many as fit.", rich_help_panel=ON_RAY)]
-WorkerCpus = Annotated[float, typer.Option(help="Cores of a worker.", rich_help_panel=ON_RAY)]
+WorkerCpus = Annotated[float, typer.Option(help="Cores of a worker, or of a replica.", rich_help_panel=ON_RAY)]
 WorkerGpus = Annotated[
-    float, typer.Option(help="GPUs of a worker: 1, or a share such as 0.25.", rich_help_panel=ON_RAY)
+    float, typer.Option(help="GPUs of a worker or replica: 1, or a share such as 0.25.", rich_help_panel=ON_RAY)
 ]
 
 

@@ -21,11 +21,11 @@ from offramp.cli.options import (
     WorkerCpus,
     WorkerGpus,
     Workers,
-    command,
     pixels_allowed,
     trying,
 )
 from offramp.common.console import print_table, say
+from offramp.common.extras import require
 from offramp.common.formatting import parse_count
 
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from offramp.scaling.offline import Asked
 
 verbs = typer.Typer()
+
+FIT_PACKAGES = ("torch", "timm", "matplotlib")
 
 
 @verbs.command()
@@ -90,16 +92,24 @@ def serve_command(
             "of --client-mul-adds-per-s: a client with one connection gets no more than that."
         ),
     ] = 1,
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            help="Threads for the stages of a worker; default: its share of the cores, with one worker all but one."
+        ),
+    ] = None,
     ray: RayAddress = None,
     replicas: Annotated[
         str,
         typer.Option(
             metavar="N | LEAST:MOST",
             rich_help_panel=ON_RAY,
-            help="Replicas, of one core each; of a range, as many as those who wait need. Each has a --queue of its "
-            "own; --client-mul-adds-per-s is divided by MOST.",
+            help="Replicas; of a range, as many as those who wait need. Each has a --queue of its own; "
+            "--client-mul-adds-per-s is divided by MOST.",
         ),
     ] = "1",
+    worker_cpus: WorkerCpus = 1.0,
+    worker_gpus: WorkerGpus = 0.0,
     batch: Annotated[int, typer.Option(help="Images that a stage runs together at most.")] = 64,
     wait_ms: Annotated[float, typer.Option(help="How long an image may wait for a fuller batch.")] = 2.0,
     queue: Annotated[int, typer.Option(help="Images inside at most; more are answered 503.")] = 256,
@@ -135,13 +145,16 @@ def serve_command(
     if ray is None:
         if replicas != "1":
             raise ValueError("--replicas needs --ray; on this machine alone use --workers")
-        serve(bundle, host, port, config, device, workers)
+        serve(bundle, host, port, config, device, workers, threads)
         return
-    if workers != 1:
-        raise ValueError("--workers are processes without Ray; with --ray give --replicas")
+    if workers != 1 or threads is not None:
+        raise ValueError(
+            "--workers and --threads are for serving without Ray; with --ray give --replicas and --worker-cpus"
+        )
     from offramp.serve.ray_app import Replicas, serve_on_ray
 
-    serve_on_ray(bundle, ray, Replicas.parse(replicas), host, port, config, device)
+    wanted = Replicas.parse(replicas, worker_cpus, worker_gpus)
+    serve_on_ray(bundle, ray, wanted, host, port, config, device)
 
 
 @verbs.command("fit")
@@ -162,7 +175,10 @@ def fit_command(
     time: Annotated[str | None, typer.Option(help="How long it may take, about: 20m, 2h.", metavar="TIME")] = None,
     backbone: Annotated[
         str | None,
-        typer.Option(help="The network to start from, timm/NAME or torchvision/NAME; default: EfficientNet-Lite0."),
+        typer.Option(
+            help="The network to start from, timm/NAME or torchvision/NAME, or two: SMALL,LARGE. Default: "
+            "EfficientNet-Lite0 and -Lite2."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Train one plain network and try nothing else.")] = False,
     anyway: Annotated[bool, typer.Option("--anyway", help="Trust what too few images say about what is lost.")] = False,
@@ -178,6 +194,8 @@ def fit_command(
 
     docs/fit.md explains it from the start. With a recipe, that is trained, evaluated, calibrated and exported.
     """
+    if Path(source).is_dir():
+        require(*FIT_PACKAGES, *(() if format == "torch" else ("onnx", "onnxscript", "onnxruntime")))
     from offramp.cli.tables import policy_table
     from offramp.fitting.fit import fit
     from offramp.fitting.timing import Serving
@@ -198,7 +216,7 @@ def fit_command(
     )
     print_table(*policy_table(found.policies))
     say(f"run: {found.run}\nbundle: {found.bundle}\nreport: {found.report.page}")
-    say(f"next: {command('predict', found.bundle, 'IMAGES')}\n")
+    say(f"next: {trying(found.bundle, Path(source) if Path(source).is_dir() else None)}\n")
     say(found.sentence)
 
 
@@ -269,7 +287,7 @@ def predict_command(
     from offramp.running.bundle import load_bundle
     from offramp.running.predict import expand, predict, result_table, write_rows
 
-    loaded = load_bundle(bundle, device=device, own_process=True)
+    loaded = load_bundle(bundle, device=device)
     policy = loaded.policy(wanted, q)
     if out is not None and Path(out).suffix not in (".csv", ".jsonl"):
         raise ValueError(f"--out must end in .csv or .jsonl, got {out}")

@@ -46,10 +46,10 @@ def policy_table(found: Policies) -> Table:
     ]
     saved = 100 * (1 - policy.mul_adds / found.costs[-1])
     how = f"q = {policy.q:g}" if policy.q is not None else policy.family
-    title = f"{how}, {millions(policy.mul_adds)} mul-adds per image, {saved:.0f} % less than the whole network"
+    title = f"{how}, {millions(policy.mul_adds)} mul-adds per image, {saved:.0f} % less than all stages"
     if policy.withheld is not None:
         title = f"the last exit for everybody, {millions(policy.mul_adds)} mul-adds per image"
     if policy.milliseconds is not None:
         title += f", {policy.milliseconds:.3g} ms"
     title += f": {policy_sentence(found)}"
-    return title, ["exit", "mul-adds", f"leaves from {found.measure}", "share %"], rows
+    return title, ["exit", "mul-adds", f"leaves if {found.measure} is at least", "share %"], rows

@@ -143,7 +143,7 @@ def _evaluate_bundle(
         score = evaluate_on_ray(bundle, own, data_dir, device=device, address=ray, shape=WorkerShape(*shape))
         print_table(*bundle_table(bundle, score))
         return
-    loaded = load_bundle(bundle, device=device, own_process=True)
+    loaded = load_bundle(bundle, device=device)
     print_table(*bundle_table(bundle, evaluate_bundle(loaded, labelled_images(loaded, own, data_dir, "test"))))
 
 

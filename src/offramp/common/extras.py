@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 _EXTRA_OF = {
     "torch": "train",
@@ -33,12 +34,24 @@ _EXTRA_OF = {
 # The results page and the paper's figures; a wheel goes without them (pyproject.toml leaves them out).
 CHECKOUT_ONLY = frozenset(
     f"offramp.reporting.{name}"
-    for name in ("claims", "kept_runs", "paper_figures", "results_page", "results_tables", "sections")
+    for name in ("claims", "kept_runs", "paper_figures", "results_index", "results_page", "results_tables", "sections")
 )
 
 
 class MissingExtra(ImportError):
     """A part of offramp was used whose packages are not installed."""
+
+
+def require(*packages: str) -> None:
+    """Raise unless all of these can be imported: one sentence with every extra that is missing, before any work."""
+    missing = [package for package in packages if find_spec(package) is None]
+    if missing:
+        raise MissingExtra(_sentence(missing))
+
+
+def _sentence(packages: list[str]) -> str:
+    extras = ",".join(dict.fromkeys(_EXTRA_OF[package] for package in packages))
+    return f"this needs {' and '.join(packages)}; install it with: pip install 'offramp[{extras}]'"
 
 
 @contextmanager
@@ -54,5 +67,4 @@ def explained() -> Iterator[None]:
         package = (error.name or "").split(".")[0]
         if package not in _EXTRA_OF:
             raise
-        extra = _EXTRA_OF[package]
-        raise MissingExtra(f"this needs {package}; install it with: pip install 'offramp[{extra}]'") from error
+        raise MissingExtra(_sentence([package])) from error

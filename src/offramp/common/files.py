@@ -78,6 +78,28 @@ def name_the_real_file(error: OSError) -> None:
         del error.filename2  # where a finished part was to be moved
 
 
+@contextmanager
+def permitted() -> Iterator[None]:
+    """Name a folder that may not be opened as such."""
+    try:
+        yield
+    except PermissionError as error:
+        name = os.fsdecode(error.filename or "")
+        raise ValueError(f"{name} may not be opened (permission denied); allow it, or move it away") from error
+
+
+def walk(folder: str | Path) -> Iterator[tuple[str, list[str]]]:
+    """Every folder below with its files' names; one that may not be opened is a sentence, one that is gone nothing."""
+
+    def refuse(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    with permitted():
+        for place, _, names in os.walk(folder, onerror=refuse):
+            yield place, names
+
+
 def remove_stale_parts(folder: Path) -> None:
     """Remove what processes that are no more left half written, in the folder and below."""
     for path in list(folder.rglob(".*.part")):

@@ -18,6 +18,11 @@ def millions(count: float) -> str:
     return f"{count / 1e9:.3f}G" if count >= 1e9 else f"{count / 1e6:.2f}M"
 
 
+def counted(number: int, what: str) -> str:
+    """1 worker, 2 workers, 1,000 images."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def parse_count(text: str, name: str) -> float:
     """15M -> 15000000, 1.2G, 800k or plain numbers; `name` stands in the sentence about anything else."""
     number, factor = text.strip(), 1.0

@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from PIL import ExifTags, Image, UnidentifiedImageError
 
+from offramp.common.files import walk
 from offramp.common.names import unknown
 
 MAX_PIXELS = 25_000_000  # of one image, unless told otherwise; more is taken for an attack
@@ -68,7 +69,7 @@ def is_image_name(name: str) -> bool:
 
 def image_files(folder: Path) -> list[Path]:
     """The images in a folder and below, by their names."""
-    return sorted(Path(place, name) for place, _, names in os.walk(folder) for name in names if is_image_name(name))
+    return sorted(Path(place, name) for place, names in walk(folder) for name in names if is_image_name(name))
 
 
 @cache
@@ -167,6 +168,8 @@ def _explained() -> Iterator[None]:
         raise
     except FileNotFoundError as error:
         raise UnreadableImage("it is not there") from error
+    except PermissionError as error:
+        raise UnreadableImage("it may not be opened (permission denied)") from error
     except UnidentifiedImageError as error:  # which would say where in memory it lies
         raise UnreadableImage("it is no image of a known kind") from error
     except Exception as error:  # Pillow's decoders raise nearly anything on a broken file
@@ -218,13 +221,17 @@ def _not_too_long(image: Image.Image) -> Image.Image:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Resize the shorter side to `resize`, take the centre of `size` x `size`, normalise each channel."""
+    """Resize the shorter side to `resize`, take the centre of `size` x `size`, normalise each channel.
+
+    With `squash` both sides are resized to `resize`, whatever that does to the image's shape.
+    """
 
     size: int
     resize: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: Interpolation = "bilinear"
+    squash: bool = False
 
     def __post_init__(self) -> None:
         if self.interpolation not in FILTERS:
@@ -241,7 +248,9 @@ class Preprocessing:
         image = _not_too_long(image)
         width, height = image.size
         short, long = min(width, height), max(width, height)
-        if short != self.resize:
+        if self.squash:
+            image = image.resize((self.resize, self.resize), FILTERS[self.interpolation])
+        elif short != self.resize:
             longer = max(self.resize, int(self.resize * long / short))
             wanted = (self.resize, longer) if width <= height else (longer, self.resize)
             image = image.resize(wanted, FILTERS[self.interpolation])
@@ -256,11 +265,17 @@ class Preprocessing:
         return images.astype(np.float32) * scale + shift
 
     def to_json(self) -> dict[str, Any]:
-        """Bilinear goes without saying: so did files from before there was another."""
+        """What goes without saying is not written: so it was in files from before there was a choice."""
         value = asdict(self)
-        if self.interpolation == "bilinear":
-            del value["interpolation"]
+        for name, usual in (("interpolation", "bilinear"), ("squash", False)):
+            if value[name] == usual:
+                del value[name]
         return value
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether readers that know no choice prepare images so."""
+        return self.interpolation == "bilinear" and not self.squash
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Preprocessing:
@@ -270,6 +285,7 @@ class Preprocessing:
             tuple(map(float, value["mean"])),
             tuple(map(float, value["std"])),
             value.get("interpolation", "bilinear"),
+            value.get("squash", False) is True,
         )
         if not (0 < made.size <= made.resize and len(made.mean) == len(made.std) == 3 and all(s > 0 for s in made.std)):
             raise ValueError("its preprocessing is not valid")

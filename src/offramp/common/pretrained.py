@@ -6,6 +6,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "pretrained"
 DEFAULT_BACKBONE = "timm/tf_efficientnet_lite0"  # whose params come with offramp[backbones]
+LARGER_BACKBONE = "timm/tf_efficientnet_lite2"  # and so do these
 MANIFEST, CARD = "bundle.json", "model.json"
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offramp.data.augment import AUGMENTATIONS
 
-LARGER = 1.25  # a kept square over the images that are cut from it
+LARGER = 2.0  # a kept square over the images that are cut from it: a quarter of its area still fills one
 TRIES = 10  # boxes drawn for each photo; the first that fits is taken, as torchvision does
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from offramp.common.files import short_digest
+from offramp.common.files import permitted, short_digest, walk
 from offramp.common.images import (
     HEIC_SUFFIXES,
     SUFFIXES,
@@ -182,7 +182,7 @@ def refuse_small_classes(root: Path, files: FileSplit, names: Sequence[str], lea
 def folder_layout(data_dir: str | Path | None, known: Collection[str] = ()) -> Layout:
     """How a folder says what its images show; `known` are classes that a lone folder may be one of."""
     root = existing_folder(data_dir)
-    with _permitted():
+    with permitted():
         ignored = Ignored()
         top = _inside_wrappers(root, known)
         train_root, test_root = _split_roots(top, known, ignored)
@@ -296,7 +296,7 @@ def refuse_same_words(root: Path, names: Sequence[str]) -> None:
 def list_files(root: Path, names: tuple[str, ...], ignored: Ignored | None = None) -> FileSplit:
     """The images below `root/NAME`, labelled by the name's place."""
     ignored = Ignored() if ignored is None else ignored
-    with _permitted():
+    with permitted():
         strangers = sorted(set(class_folders(root)) - set(names))
         if strangers:
             raise ValueError(f"{root} has the class {strangers[0]!r}, which the training folder does not have")
@@ -313,7 +313,7 @@ def _images_below(folder: Path, ignored: Ignored) -> list[Path]:
     """The images of a class, by their names; at least one."""
     found: list[Path] = []
     others: list[Path] = []
-    for place, _, names in os.walk(folder, onerror=_refuse):
+    for place, names in walk(folder):
         for name in names:
             (found if is_image_name(name) else others).append(Path(place, name))
     for path in sorted(others):
@@ -323,25 +323,6 @@ def _images_below(folder: Path, ignored: Ignored) -> list[Path]:
         why = f"but HEIC photos, {heic_missing()}" if heic else f"({', '.join(sorted(SUFFIXES))})"
         raise ValueError(f"{folder} holds no images {why}")
     return sorted(found)
-
-
-def _refuse(error: OSError) -> None:
-    """A class folder that is missing holds no images, which is said elsewhere; any other trouble is said as it is."""
-    if not isinstance(error, FileNotFoundError):
-        raise error
-
-
-class _permitted:
-    """A folder that may not be opened is named as such."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, PermissionError):
-            raise ValueError(
-                f"{os.fsdecode(error.filename or '')} may not be opened (permission denied); allow it, or move it away"
-            ) from error
 
 
 class Unreadable:

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from offramp.common.formatting import millions
 from offramp.measuring.calibrate import SPLIT_SEED, PolicyRequest
 from offramp.measuring.confidence import Predictions
-from offramp.measuring.intervals import paired_interval, proportion_interval, reach, samples_needed
+from offramp.measuring.intervals import paired_interval, proportion_interval, samples_needed
 from offramp.measuring.policy import WIDEST_POINTS, exits_taken, outcome
 from offramp.measuring.risk import certify, halves, safe_to_cheap
 from offramp.measuring.thresholds import search
-from offramp.runs.outputs import SavedOutputs
 
 BUDGETS = 24  # points of a network with exits
 PARTS = 5
@@ -91,7 +90,14 @@ def unit_of(request: PolicyRequest) -> str:
     return "mul_adds" if request.budget_ms is None else "ms"
 
 
-def common_rows(saved: Sequence[SavedOutputs]) -> list[np.ndarray]:
+class Indexed(Protocol):
+    """Something about images, with their numbers."""
+
+    @property
+    def index(self) -> np.ndarray: ...
+
+
+def common_rows(saved: Sequence[Indexed]) -> list[np.ndarray]:
     """The rows of each of some outputs that hold the same images, those that all of them have, in one order."""
     shared = saved[0].index
     for one in saved[1:]:
@@ -183,8 +189,8 @@ def _cheapest(curves: Sequence[Sequence[Point]], request: PolicyRequest, unit: s
 
 
 def _reach(point: Point, single: Point) -> float:
-    """How far the loss against the single network may lie from what was seen, in points."""
-    return reach(100 * (single.top1 - point.top1), _drop_interval(point, single))
+    """How much more than was seen, or than nothing, may be lost against the single network, in points."""
+    return _drop_interval(point, single)[1] - max(0.0, 100 * (single.top1 - point.top1))
 
 
 def _drop_interval(point: Point, single: Point) -> tuple[float, float]:
@@ -218,6 +224,11 @@ def _promising(networks: Sequence[Network], curves: Sequence[Sequence[Point]], r
 def _chosen(curves: Sequence[Sequence[Point]], n: int, p: int, needed: int | None = None) -> Choice:
     single, point = curves[0][-1], curves[n][p]
     return Choice(n, p, 100 * (single.top1 - point.top1), _drop_interval(point, single), needed)
+
+
+def single_network(curves: Sequence[Sequence[Point]]) -> Choice:
+    """The single network that everything is compared with."""
+    return _chosen(curves, 0, len(curves[0]) - 1)
 
 
 def families_json(networks: Sequence[Network], curves: Sequence[Sequence[Point]], runs: Mapping[str, str]) -> Any:

@@ -1,21 +1,20 @@
-"""Frozen features: every image passes the network once at each size, and what its heads read is kept as arrays.
+"""Frozen features: every image passes each network once, and what its heads read is kept as arrays.
 
 A data set and networks go in; `FOLDER/VIEW/SPLIT.npz` comes out, one file for each split of each view. A view is a
-network with the size of its images: read from the files at that size, or resized from larger ones as in a cascade.
-Linear heads are fitted to these arrays (training/probe.py), by folds if asked for, so that each image can be answered
-by heads that have not seen it.
+network with the way it sees the images that are read: in a cascade, resized to its own size. Linear heads are fitted
+to these arrays (training/probe.py), by folds if asked for, so that each image can be answered by heads that have not
+seen it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offramp.common.console import Bar
@@ -29,15 +28,11 @@ from offramp.training.probe import batch_size, fit_linear, seen_by_linear
 
 @dataclass(frozen=True)
 class View:
-    """A network that passes images of `size`, read so or resized from those that are read at `source`."""
+    """A network, what its arrays are called, and what it makes of the images that are read."""
 
+    name: str
     model: ExitNet
-    size: int
-    source: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.size}" if self.size == self.source else f"{self.size}-of-{self.source}"
+    sees: Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -60,7 +55,7 @@ def together(parts: Sequence[Features]) -> Features:
 
 
 def extract(data: Dataset, views: Sequence[View], split: str, folder: Path, device: torch.device, bar: Bar) -> None:
-    """Write the features of a split for views that share one reading of its images; what is there is left alone."""
+    """Write the features of a split for all views, in one reading of its images; what is there is left alone."""
     waiting = [view for view in views if not features_file(folder, view, split).is_file()]
     if not waiting or not data.size(split):
         bar.extend(0, 0)
@@ -85,10 +80,8 @@ def extract(data: Dataset, views: Sequence[View], split: str, folder: Path, devi
 
 
 def _walk(view: View, images: Tensor) -> list[Tensor]:
-    """What every head's linear layer reads of images of any size."""
-    if images.shape[-1] != view.size:  # as a cascade does it
-        images = F.interpolate(images, size=(view.size, view.size), mode="bilinear", antialias=True)
-    state: State = (images.contiguous(memory_format=torch.channels_last),)
+    """What every head's linear layer reads."""
+    state: State = (view.sees(images).contiguous(memory_format=torch.channels_last),)
     found = []
     for k, head in enumerate(view.model.heads, 1):
         feature, state = view.model.advance(k, state)

@@ -1,4 +1,4 @@
-"""What `fit` will do within the time there is: sizes, families, frozen features or fine-tuning, epochs, minutes.
+"""What `fit` will do within the time there is: networks, families, frozen features or fine-tuning, epochs, minutes.
 
 A short measurement on this machine (how long an image takes to be read, to pass the network, to be trained on) and what
 was asked for go in; a frozen `Plan` comes out, which is said to people before anything is trained and is kept, so that
@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from offramp.data.imagefolder import ImageFolderDataset
 from offramp.models.exits import ExitNet
 
 STEP = 32  # sizes are multiples of it, as networks halve their maps five times
-SMALLER = (0.6, 0.8)  # sides of the smaller sizes over the largest
+SMALLER = {1: (0.6, 0.8), 2: (0.5, 0.85)}  # sides of the smaller images over the largest, by the number of backbones
 SMALLEST = 32
-EPOCHS = 40  # of fine-tuning, where there is time for them
+EPOCHS = 16  # of fine-tuning, where there is time for them
 FEWEST_ON_CPU = 5  # epochs below which frozen features with linear heads are the better use of the time
 WANTED_ON_GPU = 10  # epochs below which smaller images are the better use of the time
 EXIT_EPOCHS = 0.4  # epochs of a network with exits, which starts from the fine-tuned one, over those of the others
@@ -41,54 +42,83 @@ TIMED_IMAGES = 16
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Seconds per image on this machine, at images of `size`: reading one, a forward pass, a training step."""
+class Member:
+    """A network, the side of the images that it is given, and its mul-adds for one of them."""
 
+    backbone: str
     size: int
-    read_s: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds per image to pass, and to train, a network of so many mul-adds."""
+
+    cost: float
     forward_s: float
     train_s: float
-    cuda: bool
 
-    def scale(self, size: int) -> float:
-        """What images of another size take, over those that were timed."""
-        return (size / self.size) ** 2
+
+@dataclass(frozen=True)
+class Rates:
+    """What was timed on this machine: reading an image, and each backbone at one size."""
+
+    read_s: float
+    cuda: bool
+    paces: Mapping[str, Pace]
+
+    def forward_s(self, members: Sequence[Member]) -> float:
+        """Seconds for an image to pass some networks."""
+        return sum(self.paces[m.backbone].forward_s * m.cost / self.paces[m.backbone].cost for m in members)
+
+    def train_s(self, members: Sequence[Member]) -> float:
+        """Seconds to train some networks on an image."""
+        return sum(self.paces[m.backbone].train_s * m.cost / self.paces[m.backbone].cost for m in members)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What will be trained; `sizes` rise, and the last is the single network's that everything is compared with.
+    """What will be trained; the costs of `members` rise, and the last is the one that everything is compared with.
 
     `frozen`: linear heads on frozen features are tried, cross-fitted by `folds` unless that is 0. `epochs` of
-    fine-tuning, 0 for none; `tuned_folds` as `folds`, of whole networks. `held_out` is how the other images to choose
-    on are found: a `tenth`, or a `fifth`.
+    fine-tuning, 0 for none, of the `tuned` cheapest members; `tuned_folds` as `folds`, of whole networks. `held_out` is
+    how the other images to choose on are found: a `tenth`, or a `fifth`.
     """
 
-    backbone: str
-    sizes: tuple[int, ...]
+    members: tuple[Member, ...]
     families: tuple[str, ...]
     frozen: bool
     folds: int
     epochs: int
+    tuned: int
     tuned_folds: int
     held_out: str
     seconds: float
     images_per_s: float
 
     @property
-    def cascades(self) -> list[tuple[int, int]]:
-        """The sizes of the stages of every cascade that is tried."""
+    def reference(self) -> Member:
+        """The single network that everything is compared with; exits are put on it."""
+        return self.members[-1]
+
+    @property
+    def tunes_exits(self) -> bool:
+        return "exits" in self.families and self.tuned == len(self.members)
+
+    def cascades(self, count: int) -> list[tuple[int, ...]]:
+        """The stages of every cascade of the `count` cheapest members: two or three, the last of them at the end."""
         if "cascade" not in self.families:
             return []
-        small = self.sizes[:1] if self.folds else self.sizes[:-1]  # by folds they pass all images once more
-        return [(size, self.sizes[-1]) for size in small if size < self.sizes[-1]]
+        before = range(count - 1)
+        return [(*small, count - 1) for stages in (1, 2) for small in combinations(before, stages)]
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> Plan:
-        return Plan(**{**value, "sizes": tuple(value["sizes"]), "families": tuple(value["families"])})
+        members = tuple(Member(**member) for member in value["members"])
+        return Plan(**{**value, "members": members, "families": tuple(value["families"])})
 
 
 @dataclass(frozen=True)
@@ -119,68 +149,93 @@ def largest_size(side: int, own: int) -> int:
     return max(SMALLEST, min(own, side) // STEP * STEP)
 
 
-def sizes_below(largest: int, costs: Mapping[int, float], budget: float | None = None) -> tuple[int, ...]:
-    """Two smaller sizes and the largest; where there is a budget, one of them is the largest that fits into it."""
-    below = sorted({max(SMALLEST, int(share * largest / STEP + 1e-9) * STEP) for share in SMALLER})
-    below = [size for size in below if size < largest]
-    fitting = [size for size in costs if size <= largest and budget is not None and costs[size] <= budget]
-    if budget is not None and not fitting:
-        least = min(costs)
-        raise ValueError(
-            f"the budget {millions(budget)} is below what the network costs at {least} pixels, its smallest size here: "
-            f"{millions(costs[least])} mul-adds"
-        )
-    wanted = max(fitting, default=None)
-    if wanted is not None and wanted < largest and wanted not in below:
-        nearest = min(below, key=lambda size: abs(size - wanted), default=None)
-        below = sorted({*below, wanted} - {nearest})
-    while len(below) > 1 and _passes(below, largest) > MOST_TIMES:
-        below[0] -= STEP
-    return (*below, largest)
+Costs = Mapping[str, Mapping[int, float]]  # mul-adds of each backbone at each size
 
 
-def _passes(below: Sequence[int], largest: int) -> float:
-    """Frozen features of all sizes, and of the smallest once more for a cascade, over those of the largest alone."""
-    return 1.0 + sum((size / largest) ** 2 for size in (*below, below[0]))
+def members_at(top: int, costs: Costs, budget: float | None = None) -> tuple[Member, ...]:
+    """The last backbone at the largest size, and the first one at two smaller sizes.
+
+    Where there is a budget, one of them is the most expensive that fits into it.
+    """
+    (small, own), (large, theirs) = list(costs.items())[0], list(costs.items())[-1]
+    last = Member(large, top, theirs[top])
+    below = sorted({max(SMALLEST, int(share * top / STEP + 1e-9) * STEP) for share in SMALLER[len(costs)]})
+    known = [Member(small, size, cost) for size, cost in own.items() if size <= top and cost < last.cost]
+    found = [member for member in known if member.size in below]
+    if budget is not None:
+        fitting = [member for member in (*known, last) if member.cost <= budget]
+        if not fitting:
+            refuse_budget(budget, costs)
+        wanted = max(fitting, key=lambda member: member.cost)
+        if wanted not in (*found, last):
+            nearest = min(found, key=lambda member: abs(member.size - wanted.size), default=None)
+            found = [*(member for member in found if member is not nearest), wanted]
+    return (*sorted(found, key=lambda member: member.cost), last)
 
 
-def decide(
-    backbone: str, ladder: Sequence[tuple[int, ...]], images: Mapping[str, int], rates: Rates, limits: Limits
-) -> Plan:
-    """The plan for the largest sizes that there is time for; `ladder` has the sizes to choose from, largest first.
+def refuse_budget(budget: float, costs: Costs) -> None:
+    """A budget that no network keeps to."""
+    own = next(iter(costs.values()))
+    least = min(own)
+    raise ValueError(
+        f"the budget {millions(budget)} is below what the network costs at {least} pixels, its smallest size here: "
+        f"{millions(own[least])} mul-adds"
+    )
+
+
+def ladder(
+    costs: Costs, largest: int, fixed: bool, limits: Limits, budget: float | None = None
+) -> list[tuple[Member, ...]]:
+    """Networks to choose from, the largest first; with a `fixed` size, or all the time there is, only of that size."""
+    first, own = next(iter(costs.items()))
+    tops = [largest] if fixed or limits.seconds is None else sorted(own, reverse=True)
+    if limits.quick:
+        sizes = tops if budget is None else sorted(own, reverse=True)
+        fitting = [Member(first, size, own[size]) for size in sizes if budget is None or own[size] <= budget]
+        if not fitting:
+            refuse_budget(budget or 0.0, costs)
+        return [(member,) for member in fitting]
+    alone = {first: own}
+    choices = [costs] if len(costs) == 1 or limits.seconds is None else [costs, alone]
+    sets = [members_at(top, each, budget) for top in tops for each in choices if top in list(each.values())[-1]]
+    return sorted(sets, key=lambda members: -members[-1].cost)
+
+
+def decide(ladder: Sequence[tuple[Member, ...]], images: Mapping[str, int], rates: Rates, limits: Limits) -> Plan:
+    """The plan for the largest networks that there is time for; `ladder` has those to choose from, largest first.
 
     `images` counts those of each split.
     """
-    plans = [_at_sizes(backbone, sizes, images, rates, limits) for sizes in ladder]
+    plans = [_with_members(members, images, rates, limits) for members in ladder]
     fitting = [plan for plan in plans if limits.seconds is None or plan.seconds <= limits.seconds]
     if rates.cuda and limits.epochs is None:  # there, fewer epochs come before smaller images
         fitting = [plan for plan in fitting if plan.epochs >= WANTED_ON_GPU] or fitting
     return (fitting or plans[-1:])[0]
 
 
-def times_single(sizes: Sequence[int], families: Sequence[str]) -> float:
+def times_single(members: Sequence[Member], families: Sequence[str]) -> float:
     """What training everything takes, over training the single network alone."""
-    return sum((size / sizes[-1]) ** 2 for size in sizes) + (EXIT_EPOCHS if "exits" in families else 0.0)
+    return sum(m.cost for m in members) / members[-1].cost + (EXIT_EPOCHS if "exits" in families else 0.0)
 
 
-def _at_sizes(backbone: str, sizes: tuple[int, ...], images: Mapping[str, int], rates: Rates, limits: Limits) -> Plan:
-    """The best plan with these sizes: everything that there is time for."""
+def _with_members(members: tuple[Member, ...], images: Mapping[str, int], rates: Rates, limits: Limits) -> Plan:
+    """The best plan with these networks: everything that there is time for."""
     families: tuple[str, ...] = ("single",) if limits.quick else ("single", "cascade", "exits")
-    if times_single(sizes, families) > MOST_TIMES:
+    if times_single(members, families) > MOST_TIMES:
         families = tuple(family for family in families if family != "exits")
     trained = images["train"] + images["calibration"]
     tenth_is_enough = trained // 10 >= ENOUGH_HELD_OUT
     plain = Plan(
-        backbone,
-        sizes[-1:] if limits.quick else sizes,
+        members,
         families,
         frozen=True,
         folds=FOLDS if trained <= CROSS_FITTED and not limits.promise and not limits.asked_split else 0,
         epochs=0,
+        tuned=0,
         tuned_folds=0,
         held_out="as set" if limits.asked_split else "tenth" if tenth_is_enough else "fifth",
         seconds=0.0,
-        images_per_s=1 / (rates.read_s + rates.forward_s * rates.scale(sizes[-1])),
+        images_per_s=1 / (rates.read_s + rates.forward_s(members[-1:])),
     )
     if not rates.cuda:
         return _on_cpu(plain, images, rates, limits)
@@ -188,14 +243,21 @@ def _at_sizes(backbone: str, sizes: tuple[int, ...], images: Mapping[str, int], 
 
 
 def _on_cpu(plain: Plan, images: Mapping[str, int], rates: Rates, limits: Limits) -> Plan:
-    """Frozen features first; fine-tuning if there is time left for some epochs of it."""
+    """Frozen features first; fine-tuning of as many networks as there is time for, some epochs of it."""
     base = _timed(plain, images, rates)
     if limits.epochs is not None:
-        return _timed(replace(plain, epochs=limits.epochs), images, rates)
+        return _timed(_tuned(plain, limits.epochs), images, rates)
     if limits.seconds is None:
         return base
-    epochs = _epochs_within(limits.seconds, plain, images, rates)
-    return base if epochs < FEWEST_ON_CPU else _timed(replace(plain, epochs=epochs), images, rates)
+    for count in range(len(plain.members), 0, -1):
+        epochs = _epochs_within(limits.seconds, replace(plain, tuned=count), images, rates)
+        if epochs >= FEWEST_ON_CPU:
+            return _timed(replace(plain, tuned=count, epochs=epochs), images, rates)
+    return base
+
+
+def _tuned(plan: Plan, epochs: int) -> Plan:
+    return replace(plan, epochs=epochs, tuned=len(plan.members) if epochs else 0)
 
 
 def _epochs_within(seconds: float, plan: Plan, images: Mapping[str, int], rates: Rates) -> int:
@@ -208,9 +270,8 @@ def _on_gpu(plain: Plan, images: Mapping[str, int], rates: Rates, limits: Limits
     """Fine-tuning. Where there are few images, by folds, and frozen features beside it; these alone without time."""
     few = images["train"] + images["calibration"] <= TUNED_BY_FOLDS
     few = few and not limits.promise and not limits.asked_split
-    tuned = replace(
-        plain, frozen=few, folds=plain.folds if few else 0, epochs=EPOCHS if limits.epochs is None else limits.epochs
-    )
+    tuned = _tuned(plain, EPOCHS if limits.epochs is None else limits.epochs)
+    tuned = replace(tuned, frozen=few, folds=plain.folds if few else 0)
     if not tuned.epochs:
         return _timed(plain, images, rates)
     for folds in (FOLDS, 0) if few else (0,):
@@ -232,30 +293,37 @@ def expected_seconds(plan: Plan, images: Mapping[str, int], rates: Rates) -> flo
 
 
 def _frozen_seconds(plan: Plan, images: Mapping[str, int], rates: Rates) -> float:
-    """All images through the network once at every size; in a cascade, once more as the largest ones, resized."""
-    everything, held = sum(images.values()), images["calibration"] + images["test"]
-    direct = sum(everything * (rates.read_s + rates.forward_s * rates.scale(size)) for size in plan.sizes)
-    again = everything if plan.folds else held
-    resized = sum(again * rates.forward_s * rates.scale(small) for small, _ in plan.cascades)
-    return direct + resized + HEAD_S * everything * (plan.folds + 1) * (len(plan.sizes) + 1)
+    """All images are read once and pass every network once; then the heads are fitted."""
+    everything = sum(images.values())
+    passing = everything * (rates.read_s + rates.forward_s(plan.members))
+    return passing + HEAD_S * everything * (plan.folds + 1) * (len(plan.members) + 1)
 
 
 def _tuning(plan: Plan, images: Mapping[str, int], rates: Rates) -> float:
-    """Training all sizes side by side and then the exits, each evaluated at the end."""
+    """Training the networks side by side and then the exits, each evaluated at the end."""
     if not plan.epochs:
         return 0.0
-    step = sum(rates.train_s * rates.scale(size) for size in plan.sizes)
-    exits = EXIT_EPOCHS * rates.train_s * rates.scale(plan.sizes[-1]) if "exits" in plan.families else 0.0
+    members = plan.members[: plan.tuned]
+    step = rates.train_s(members)
+    exits = EXIT_EPOCHS * rates.train_s([plan.reference]) if plan.tunes_exits else 0.0
     each = plan.epochs * ((step + exits) / (CAPTURED if rates.cuda else 1) + (0 if rates.cuda else rates.read_s))
     trained = images["train"] + images["calibration"]
-    once = trained * each + images["test"] * sum(rates.read_s + rates.forward_s * rates.scale(s) for s in plan.sizes)
+    judged = images["test"] + trained / FOLDS
+    once = trained * each + judged * (rates.read_s + rates.forward_s(members))
     return once * (1 + plan.tuned_folds * (1 - 1 / FOLDS))
 
 
-def measure_rates(model: ExitNet, data: ImageFolderDataset, device: torch.device) -> Rates:
-    """Time some real images: a single network at its own size, on this machine. The network is not changed."""
+def measure_rates(timed: Mapping[Member, ExitNet], data: ImageFolderDataset, device: torch.device) -> Rates:
+    """Time some real images on this machine: single networks, one of each backbone. They are not changed."""
     images, read_s = _read_some(data)
-    ready = images.to(device).contiguous(memory_format=torch.channels_last)
+    paces = {member.backbone: _pace(model, member, images, device) for member, model in timed.items()}
+    workers = max(1, min(data.workers, torch.get_num_threads())) if device.type == "cpu" else max(1, data.workers)
+    return Rates(read_s / workers, device.type == "cuda", paces)
+
+
+def _pace(model: ExitNet, member: Member, images: torch.Tensor, device: torch.device) -> Pace:
+    sized = F.interpolate(images.to(device), (member.size, member.size), mode="bilinear", antialias=True)
+    ready = sized.contiguous(memory_format=torch.channels_last)
     labels = torch.zeros(len(ready), dtype=torch.long, device=device)
     own = model.to(device, memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     with torch.inference_mode():
@@ -266,8 +334,7 @@ def measure_rates(model: ExitNet, data: ImageFolderDataset, device: torch.device
         torch.autograd.grad(loss, [p for p in own.parameters() if p.requires_grad], allow_unused=True)
 
     train_s = _fastest(step, device) / len(ready)  # in evaluation mode, so that no statistics move
-    workers = max(1, min(data.workers, torch.get_num_threads())) if device.type == "cpu" else max(1, data.workers)
-    return Rates(data.image_size, read_s / workers, forward_s, train_s, device.type == "cuda")
+    return Pace(member.cost, forward_s, train_s)
 
 
 def _read_some(data: ImageFolderDataset) -> tuple[torch.Tensor, float]:

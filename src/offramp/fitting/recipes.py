@@ -12,9 +12,10 @@ from offramp.common.files import write_json
 from offramp.common.formatting import millions
 from offramp.common.names import meant
 from offramp.data import load_dataset
-from offramp.fitting.fitted import Fitted, replace_bundle, tested_outcome
+from offramp.fitting.fitted import Fitted, replace_bundle, right_on_test, tested_outcome
 from offramp.fitting.timing import Serving, stage_table
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run
+from offramp.measuring.intervals import proportion_interval
 from offramp.measuring.policy import check_budget
 from offramp.models.cost import exit_costs
 from offramp.models.registry import load_model
@@ -48,11 +49,14 @@ def fit_recipe(
     policies = calibrate_run(run, request, times=times)
     bundle = replace_bundle(run, out / "bundle", serving.format)
     whole, tested = read_summary(run).exits["test"][-1], tested_outcome(run, policies)
+    right = right_on_test(run, policies)
+    low, high = (100 * end for end in proportion_interval(int(right.sum()), len(right)))
     sentence = (
-        f"The bundle's policy has {100 * tested.top1:.1f} % of the test images right at {millions(tested.cost)} "
-        f"mul-adds per image; the whole network has {100 * whole.top1:.1f} % at {millions(whole.mul_adds)}."
+        f"{bundle} has {100 * tested.top1:.1f} % of {len(right):,} test images right (95 % interval {low:.1f} to "
+        f"{high:.1f} %) at {millions(tested.cost)} mul-adds per image; the whole network has {100 * whole.top1:.1f} % "
+        f"at {millions(whole.mul_adds)}."
     )
-    return Fitted(run, bundle, policies, sentence, write_report([run], out / "report.html"))
+    return Fitted(run, bundle, policies, sentence, write_report([run], out / "report.html", times=times))
 
 
 def recipe_config(source: str) -> RunConfig:

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from offramp.common.formatting import millions
+from offramp.common.formatting import counted, millions
 from offramp.fitting.looking import Look
 from offramp.fitting.plan import EXIT_EPOCHS, Plan
 from offramp.measuring.calibrate import PolicyRequest
 
+ONLY_ONE = "nothing else was tried: --quick"
 FAMILIES = {
     "single": "the plain network",
     "cascade": "cascades (a small network first, the large one only where that is unsure)",
@@ -34,25 +35,41 @@ def found_sentences(look: Look) -> list[str]:
 
 def plan_sentences(plan: Plan, asked: str, time_s: float | None) -> list[str]:
     """What will be done, before it is."""
-    sizes = _listed([str(size) for size in plan.sizes])
     way = []
     if plan.frozen:
-        way.append("frozen features with linear heads" + (f", chosen on by {plan.folds} folds" if plan.folds else ""))
+        way.append(
+            "frozen features with linear heads"
+            + (f", judged by {plan.folds}-fold cross-validation" if plan.folds else "")
+        )
     if plan.epochs:
         exits = max(1, round(EXIT_EPOCHS * plan.epochs))
-        more = f", {exits} more for the exits" if "exits" in plan.families else ""
-        folds = f", {plan.tuned_folds} times by folds and once more for what is shipped" if plan.tuned_folds else ""
-        way.append(f"{plan.epochs} epoch{'' if plan.epochs == 1 else 's'} of fine-tuning{more}{folds}")
+        more = f", {exits} more for the exits" if plan.tunes_exits else ""
+        folds = f", {plan.tuned_folds} times for cross-validation and once for what ships" if plan.tuned_folds else ""
+        part = (
+            ""
+            if plan.tuned == len(plan.members)
+            else f" of the {plan.tuned} smallest"
+            if plan.tuned > 1
+            else " of the smallest"
+        )
+        way.append(f"{counted(plan.epochs, 'epoch')} of fine-tuning{part}{more}{folds}")
     said = [
-        f"network: {plan.backbone} at {sizes} pixels; {', then '.join(way)}",
+        f"networks: {_members(plan)}; {', then '.join(way)}",
         f"tried: {_listed([FAMILIES[family] for family in plan.families])}",
         f"asked for: {asked}",
         f"about {minutes(plan.seconds)}, by a short measurement on this machine "
-        f"({plan.images_per_s:,.0f} images/s at {plan.sizes[-1]} pixels)",
+        f"({plan.images_per_s:,.0f} images/s through the largest)",
     ]
     if time_s is not None and plan.seconds > time_s:
         said.append(f"that is more than the {minutes(time_s)} there are, and nothing smaller is left to try")
     return said
+
+
+def _members(plan: Plan) -> str:
+    """The backbones, each with its sizes."""
+    backbones = list(dict.fromkeys(member.backbone for member in plan.members))
+    sizes = [[str(m.size) for m in plan.members if m.backbone == backbone] for backbone in backbones]
+    return _listed([f"{name} at {_listed(own)} pixels" for name, own in zip(backbones, sizes, strict=True)])
 
 
 def asked_sentence(request: PolicyRequest) -> str:
@@ -86,25 +103,28 @@ class Tested:
 def kind(family: str, name: str) -> str:
     """What a bundle holds, in words."""
     if family == "single":
-        return f"the plain network at {name}, which neither cascades nor exits could beat,"
+        return f"the plain network {name}, which neither cascades nor exits could beat,"
     return f"a cascade ({name})," if family == "cascade" else f"a network with {name},"
 
 
 def final_sentence(
-    tested: Tested, family: str, name: str, reference: str, bundle: Path, needed: str | None = None
+    tested: Tested, family: str, name: str, reference: str, bundle: Path, why_single: str | None = None
 ) -> str:
-    """The one sentence: what is shipped, how often it is right, how fast it is, where it lies."""
+    """The one sentence: what is shipped, how often it is right, how fast it is, where it lies.
+
+    `why_single` says why it is the single network, where it is and there is a reason but that nothing was better.
+    """
     low, high = (100 * end for end in tested.interval)
     right = (
         f"has {100 * tested.top1:.1f} % of {tested.samples:,} test images right "
         f"(95 % interval {low:.1f} to {high:.1f} %) and takes {tested.ms:.3g} ms per image on this machine"
     )
     if (family, name) == ("single", reference):
-        why = needed or "nothing cheaper was good enough for what was asked"
-        return f"{bundle}, the single network at {reference} itself ({why}), {right}."
+        why = why_single or "nothing cheaper was good enough for what was asked"
+        return f"{bundle}, the single network {reference} itself ({why}), {right}."
     times = tested.reference_ms / tested.ms
     return (
-        f"{bundle}, {kind(family, name)} {right}, {times:.2g} times as fast as the single network at {reference} "
+        f"{bundle}, {kind(family, name)} {right}, {times:.2g} times as fast as the single network {reference} "
         f"({tested.reference_ms:.3g} ms, {100 * tested.reference_top1:.1f} % right)."
     )
 
@@ -112,8 +132,23 @@ def final_sentence(
 def needed_words(needed: int, samples: int) -> str:
     """Why everybody goes to the whole network, and what would change that."""
     return (
-        f"from {samples:,} images, what anything cheaper loses is known no better than to two points either way; some "
-        f"{round_up(needed):,} would be needed, or --anyway"
+        f"{samples:,} images are too few to tell whether a cheaper one is as good; about {round_up(needed):,} are "
+        "needed, or --anyway"
+    )
+
+
+def no_faster(family: str, name: str, tested: Tested) -> str:
+    """Why what was chosen by its mul-adds is not shipped."""
+    what = {"cascade": f"the cascade {name}", "single": f"the plain network {name}"}.get(family, name)
+    fewer = 100 * (1 - tested.mul_adds / tested.reference_mul_adds)
+    return f"{what} needs {fewer:.0f} % fewer mul-adds and is no faster on this machine"
+
+
+def over_budget(ms: float, budget_ms: float) -> str:
+    """The bundle takes longer than its stages did when they were timed."""
+    return (
+        f"timed at the end, the bundle takes {ms:.3g} ms per image, more than the {budget_ms:g} ms that were asked "
+        "for; times differ where other programs run, so repeat it on an idle machine or ask for less"
     )
 
 
@@ -127,8 +162,7 @@ def minutes(seconds: float) -> str:
     """90 -> 2 minutes, 7200 -> 2.0 hours."""
     if seconds >= 5400:
         return f"{seconds / 3600:.1f} hours"
-    count = max(1, round(seconds / 60))
-    return f"{count} minute{'' if count == 1 else 's'}"
+    return counted(max(1, round(seconds / 60)), "minute")
 
 
 def _listed(words: list[str]) -> str:

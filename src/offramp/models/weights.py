@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,10 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor, contiguous_format, nn
 
 from offramp.common.files import write_bytes
+
+log = logging.getLogger("offramp")
+
+MOST_OTHERS = 0.1  # of a file's tensors that the network has no place for
 
 
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor]) -> None:
@@ -43,7 +49,7 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], source: Any) -
                 f"{source} does not fit the model: {name} has shape {list(tensor.shape)}, "
                 f"the model's has {list(own[name].shape)}"
             )
-    model.load_state_dict(dict(tensors))
+    _load(model, tensors)
 
 
 def read_params(path: str | Path) -> dict[str, Tensor]:
@@ -93,8 +99,28 @@ def load_matching(
     for name in left:
         if not (name.startswith(tuple(fresh)) or name.endswith("num_batches_tracked")):
             refuse_unless_classifier(name, own[name], given.get(name), classes, source)
-    model.load_state_dict(fits, strict=False)
+    _refuse_others(given, own, source)
+    _load(model, fits, strict=False)
     return left
+
+
+def _load(model: nn.Module, tensors: Mapping[str, Tensor], strict: bool = True) -> None:
+    """Into the network as it is built today: layers that ask for the version of a checkpoint are told their own."""
+    state = OrderedDict(tensors)
+    setattr(state, "_metadata", getattr(model.state_dict(), "_metadata", None))  # noqa: B010
+    model.load_state_dict(state, strict=strict)
+
+
+def _refuse_others(given: Mapping[str, Tensor], own: Mapping[str, Tensor], source: Any) -> None:
+    """Raise where much of a file has no place in the network: it belongs to a larger one. A little is only named."""
+    others = [name for name in given if name not in own]
+    if len(others) > MOST_OTHERS * len(given):
+        raise ValueError(
+            f"{source} does not fit the model: {len(others)} of its {len(given)} tensors are of another network, "
+            f"{min(others)} for example"
+        )
+    if others:
+        log.warning("%s: not used, as the model has no place for it: %s", source, ", ".join(others))
 
 
 def refuse_unless_classifier(name: str, own: Tensor, given: Tensor | None, classes: int, source: Any) -> None:

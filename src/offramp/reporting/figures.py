@@ -98,10 +98,12 @@ def draw_accuracy(groups: Sequence[Group], family: str, axes: Axes) -> None:
         _legend(axes, "lower right")
 
 
-def accuracy_against_time(groups: Sequence[Group], times: StageTimes) -> Panels:
-    """Budgeted accuracy against milliseconds, from a measured table of stage times."""
+def accuracy_against_time(groups: Sequence[Group], times: StageTimes) -> Panels | None:
+    """Budgeted accuracy against milliseconds, from a measured table of stage times; None without inner exits."""
     caption = f"The same policies against milliseconds per image; mean over seeds; {times.about}."
     words = " ".join(_in_words(g, found, True) for g in groups if (found := g.curve("searched", times.milliseconds)))
+    if not words:
+        return None
     draws = [partial(_time, groups, times.milliseconds)]
     return Panels("accuracy-ms", caption, draws, "normal", "Accuracy against milliseconds", words)
 

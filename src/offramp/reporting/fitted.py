@@ -6,7 +6,7 @@ is what ships.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,9 @@ from matplotlib.axes import Axes
 
 from offramp.common.files import read_json
 from offramp.common.formatting import Table, millions
+from offramp.measuring.intervals import proportion_interval
 from offramp.reporting.drawing import INK, Panels
+from offramp.reporting.headline import percent_range
 
 FIT = "fit.json"
 ABOVE = 3  # folders above a run in which fit.json may lie
@@ -59,6 +61,7 @@ class Fit:
     chosen: tuple[int, int]  # the family's and the point's place
     chosen_run: Path
     reference: Mapping[str, Any] | None
+    test: Mapping[str, Any]
     warnings: tuple[str, ...]
 
     @property
@@ -97,6 +100,7 @@ def read_fit(path: Path) -> Fit:
             at,
             path.parent / str(chosen["run"]),
             value.get("reference"),
+            value.get("test", {}),
             tuple(map(str, value.get("warnings", ()))),
         )
         _ = found.point
@@ -123,22 +127,42 @@ def _in_ms(fit: Fit) -> bool:
 
 
 def families_chart(fit: Fit) -> Panels:
-    """All families against what they cost, with the chosen point marked."""
+    """The best of each kind of network against what it costs, with the chosen point marked."""
     unit = "milliseconds" if _in_ms(fit) else "mul-adds"
     caption = (
-        f"Accuracy on held-out images against {unit} per image; bars are 95 % intervals. The ring marks what was "
+        f"Accuracy on held-out images against {unit} per image: for each kind of network the best at every cost, and "
+        "faintly everything else; what lies lower is in the table. Bars are 95 % intervals. The ring marks what was "
         f"chosen. Asked for: {fit.asked}."
     )
-    words = f"{len(fit.families)} things were tried. {' '.join(map(_words, fit.families))} {_chosen_words(fit)}"
-    return Panels("families", caption, [partial(_draw, fit)], "main", f"What was tried on {fit.folder}", words)
+    kinds = dict.fromkeys(family.family for family in fit.families)
+    words = " ".join([f"{len(fit.families)} networks were tried.", *(_words(fit, kind) for kind in kinds)])
+    title = f"What was tried on {fit.folder}"
+    return Panels("families", caption, [partial(_draw, fit)], "main", title, f"{words} {_chosen_words(fit)}")
 
 
-def _words(family: Family) -> str:
-    first, last = family.points[0], family.points[-1]
-    start = f"{family.name}: {100 * first.top1:.1f} % at {millions(first.mul_adds)}"
-    return (
-        f"{start}." if len(family.points) == 1 else f"{start} to {100 * last.top1:.1f} % at {millions(last.mul_adds)}."
-    )
+Named = tuple[str, Point]  # a point, and the name of the network that it is of
+
+
+def _of_kind(fit: Fit, kind: str) -> list[Named]:
+    """All points of a kind of network, cheapest first."""
+    found = [(one.name, point) for one in fit.families if one.family == kind for point in one.points]
+    return sorted(found, key=lambda named: _price(fit, named[1]))
+
+
+def _best(named: Sequence[Named]) -> list[Named]:
+    """Of points, cheapest first, those that are better than all that cost less."""
+    found: list[Named] = []
+    for name, point in named:
+        if not found or point.top1 > found[-1][1].top1:
+            found.append((name, point))
+    return found
+
+
+def _words(fit: Fit, kind: str) -> str:
+    """The cheapest and the best of a kind."""
+    (_, first), *_, (_, last) = 2 * _best(_of_kind(fit, kind))
+    start = f"{_look(kind)[2]}: {100 * first.top1:.1f} % at {millions(first.mul_adds)}"
+    return f"{start}." if first is last else f"{start} to {100 * last.top1:.1f} % at {millions(last.mul_adds)}."
 
 
 def _chosen_words(fit: Fit) -> str:
@@ -151,27 +175,80 @@ def _price(fit: Fit, point: Point) -> float:
     return point.ms if _in_ms(fit) and point.ms is not None else point.mul_adds / 1e6
 
 
+def _look(kind: str) -> tuple[str, str, str]:
+    """Colour, mark and name of a kind of network."""
+    return LOOKS.get(kind, (INK, "o", kind))
+
+
 def _draw(fit: Fit, axes: Axes) -> None:
-    said: set[str] = set()
-    for family in fit.families:
-        colour, mark, words = LOOKS.get(family.family, (INK, "o", family.family))
-        prices = [_price(fit, point) for point in family.points]
-        top1 = [100 * point.top1 for point in family.points]
-        reach = [
-            [100 * max(0.0, p.top1 - p.interval[0]) for p in family.points],
-            [100 * max(0.0, p.interval[1] - p.top1) for p in family.points],
-        ]
-        label = words if words not in said else None
-        said.add(words)
-        line = "-" if len(prices) > 1 else ""
-        options: Any = {"color": colour, "linewidth": 1.6, "elinewidth": 0.8, "capsize": 2, "alpha": 0.9}
-        axes.errorbar(prices, top1, reach, fmt=f"{mark}{line}", label=label, **options)
-    at = _price(fit, fit.point), 100 * fit.point.top1
+    for kind in dict.fromkeys(family.family for family in fit.families):
+        colour, mark, words = _look(kind)
+        every = _of_kind(fit, kind)
+        best = _best(every)
+        axes.plot(*_places(fit, every), ".", color=colour, alpha=0.18, markersize=5)
+        line = "--" if kind == "single" else "-"
+        axes.plot(*_places(fit, best), f"{mark}{line}", color=colour, label=words, linewidth=1.6, markersize=5)
+        if kind == "single":
+            _bars(fit, [point for _, point in best], colour, axes)
+            for (name, _), at in zip(best, zip(*_places(fit, best), strict=True), strict=True):
+                axes.annotate(name, at, xytext=(5, -11), textcoords="offset points", fontsize=8, color=INK)
+    _bars(fit, [fit.point], INK, axes)
     ring: Any = {"markersize": 15, "markerfacecolor": "none", "markeredgewidth": 2.2, "color": INK, "linestyle": ""}
-    axes.plot(*at, "o", label="chosen", **ring)
+    axes.plot(_price(fit, fit.point), 100 * fit.point.top1, "o", label="chosen", **ring)
     axes.set_xlabel("milliseconds per image" if _in_ms(fit) else "mul-adds per image, millions")
     axes.set_ylabel("top-1 on held-out images, %")
+    axes.set_ylim(*_shown(fit))
+    axes.margins(x=0.1)
     axes.legend(loc="lower right").set_in_layout(False)
+
+
+def _places(fit: Fit, named: Sequence[Named]) -> tuple[list[float], list[float]]:
+    return [_price(fit, point) for _, point in named], [100 * point.top1 for _, point in named]
+
+
+def _bars(fit: Fit, points: Sequence[Point], colour: str, axes: Axes) -> None:
+    """95 % intervals."""
+    reach = [[100 * max(0.0, end) for end in (p.top1 - p.interval[0], p.interval[1] - p.top1)] for p in points]
+    prices, top1 = [_price(fit, p) for p in points], [100 * p.top1 for p in points]
+    down, up = zip(*reach, strict=True)
+    axes.errorbar(prices, top1, [down, up], fmt="none", ecolor=colour, elinewidth=0.8, capsize=2, alpha=0.7)
+
+
+def _shown(fit: Fit) -> tuple[float, float]:
+    """From below the cheapest of the best single networks, and what was chosen, to above everything."""
+    singles = [point for _, point in _best(_of_kind(fit, "single"))] or [fit.point]
+    low = min(fit.point.interval[0], *(point.interval[0] for point in singles))
+    high = max(point.top1 for family in fit.families for point in family.points)
+    high = max(high, fit.point.interval[1], *(point.interval[1] for point in singles))
+    room = 0.08 * (high - low) + 0.005
+    return 100 * (low - 4 * room), 100 * (high + room)
+
+
+def tested_table(fit: Fit) -> Table | None:
+    """What ships beside the single network, on test images: accuracy with its interval, cost and time."""
+    try:
+        samples, reference = int(fit.test["samples"]), fit.reference or {}
+        whole = {key: float(reference[key]) for key in ("top1", "mul_adds", "ms")}
+        ours = {key: float(fit.test[key]) for key in ("top1", "mul_adds", "ms")}
+        name = str(reference["name"])
+    except KeyError:  # written by an earlier version
+        return None
+    family = fit.families[fit.chosen[0]]
+    rows = [(family.name, ours), *([(name, whole)] if name != family.name else [])]
+    cells = [
+        [
+            own,
+            f"{100 * seen['top1']:.1f}",
+            percent_range(proportion_interval(round(seen["top1"] * samples), samples)),
+            millions(seen["mul_adds"]),
+            f"{100 * seen['mul_adds'] / whole['mul_adds']:.0f}",
+            f"{seen['ms']:.3g}",
+            f"{whole['ms'] / seen['ms']:.2f}",
+        ]
+        for own, seen in rows
+    ]
+    columns = ["network", "top-1 %", "95 % interval", "mul-adds", "% of the single network", "ms", "times as fast"]
+    return f"What ships, beside the single network: {samples:,} test images", columns, cells
 
 
 def families_table(fit: Fit) -> Table:
@@ -181,7 +258,7 @@ def families_table(fit: Fit) -> Table:
         for number, point in enumerate(family.points):
             rows.append(
                 [
-                    LOOKS.get(family.family, ("", "", family.family))[2],
+                    _look(family.family)[2],
                     family.name,
                     millions(point.mul_adds),
                     "–" if point.ms is None else f"{point.ms:.3g}",

@@ -30,6 +30,7 @@ from offramp.runs.recipe import recipe_of
 log = logging.getLogger("offramp")
 
 PLAIN = "max_softmax"  # the confidence measure where nothing else is asked for
+BASELINE = "baseline"  # what conventional training is called beside others
 ELSEWHERE = "elsewhere"  # stands for the weighting of a network that offramp did not train
 COLOURS = ("#2f6fb0", "#d9601a", "#2a8f6d", "#8e4aa8", "#b8860b", "#b03060", "#4f7d1f", "#606c7a")
 
@@ -253,6 +254,8 @@ def _without_seed(config: RunConfig) -> str:
 
 def _labels(runs: Sequence[RunData]) -> list[str]:
     """Names as short as tells the groups apart: the method, with the model, the recipe or the folder."""
+    if len(runs) == 1 and method_label(runs[0].config) == BASELINE:  # there is nothing that it is the baseline of
+        return [runs[0].config.model.name]
     ways = [
         [method_label(run.config) for run in runs],
         [f"{method_label(run.config)}, {run.config.model.name}" for run in runs],
@@ -276,7 +279,7 @@ def method_label(config: RunConfig) -> str:
     name = config.weighting.name
     if name == ELSEWHERE:
         return "trained elsewhere"
-    weights = "baseline" if name == "uniform" else f"{name} weights"
+    weights = BASELINE if name == "uniform" else f"{name} weights"
     if not config.imta.collaboration:
         return weights
     return "IMTA" if name == "uniform" else f"{weights} + IMTA"

@@ -39,8 +39,8 @@ class Comparison:
 
     @property
     def clear(self) -> bool:
-        """Whether the difference is larger than its spread over seeds; of one seed nobody knows."""
-        return self.spread is None or abs(self.points) > self.spread
+        """Whether the difference is larger than its spread over seeds; of one seed nobody knows, so it is not."""
+        return self.spread is not None and abs(self.points) > self.spread
 
 
 def compare(before: Group, after: Group, family: str = "q") -> Comparison | None:
@@ -134,7 +134,8 @@ def weightings(groups: Sequence[Group], family: str = "q") -> str:
     if change * found.points > 0 and found.clear:
         amount = f"{abs(change)} % {'less' if change > 0 else 'more'} compute"
         text += f", and need {amount} to have {100 * found.top1:.1f} % right"
-    return f"{text} ({_count(before, after)}{'' if found.clear else ': not beyond their spread'})."
+    unclear = "" if found.clear or found.spread is None else ": not beyond their spread"
+    return f"{text} ({_count(before, after)}{unclear})."
 
 
 def _pair(groups: Sequence[Group]) -> tuple[Group, Group] | None:
@@ -152,7 +153,7 @@ def _count(before: Group, after: Group) -> str:
     counts = [len(group.runs) for group in (before, after)]
     if counts[0] != counts[1]:
         return f"{counts[0]} and {counts[1]} seeds"
-    return "one seed, so no spread is known" if counts[0] == 1 else f"{counts[0]} seeds"
+    return "one seed each, so it may be chance: --seeds 0,1,2 tells" if counts[0] == 1 else f"{counts[0]} seeds"
 
 
 def _alone(group: Group, named: bool) -> str:

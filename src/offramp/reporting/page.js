@@ -94,7 +94,7 @@
       const last = k === run.costs.length - 1;
       const threshold = last ? null : policy.thresholds[k];
       const from = last ? "takes all that is left" : threshold === null ? "nobody leaves here"
-        : `leaves from confidence ${threshold.toFixed(4)}`;
+        : `leaves if its confidence is at least ${threshold.toFixed(4)}`;
       row.append(bar, element("span", "share", percent(policy.shares[k], 1) + " %"),
         element("span", "from", `${from}, costs ${millions(cost)}` + (run.ms ? `, ${short(run.ms[k])}` : "")));
       return row;

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from offramp.common.files import read_json, write_bytes
-from offramp.common.formatting import Table, to_csv, to_markdown
+from offramp.common.formatting import Table, counted, to_csv, to_markdown
 from offramp.reporting import figures
 from offramp.reporting import report_tables as tables
 from offramp.reporting.drawing import Panels, save
-from offramp.reporting.fitted import Fit, families_chart, families_table, find_fit
+from offramp.reporting.fitted import Fit, families_chart, families_table, find_fit, tested_table
 from offramp.reporting.groups import ELSEWHERE, Group, RunData, gather
 from offramp.reporting.headline import leading, weightings
 from offramp.reporting.report_page import ReportPage, render
@@ -141,7 +141,8 @@ def _tables(
         "difficulty": tables.difficulty(groups),
     }
     if shipped is not None:
-        found["shipped"] = tables.shipped_table(shipped, times)
+        chosen = fit if fit is not None and fit.chosen_run.resolve() == shipped.run.folder.resolve() else None
+        found["shipped"] = (chosen and tested_table(chosen)) or tables.shipped_table(shipped, times)
         found["leaving"] = tables.leaving_table(shipped, times)
         found["confusion"] = tables.confusion_table(shipped)
         found["mistakes"] = tables.mistakes_table(shipped)
@@ -168,7 +169,8 @@ def title_of(groups: Sequence[Group], fit: Fit | None) -> str:
 
 
 def _facts(groups: Sequence[Group]) -> str:
-    counts = [f"{group.label}: {len(group.runs)} {'run' if len(group.runs) == 1 else 'runs'}" for group in groups]
+    told = [group for group in groups if len(group.runs) > 1 or group.label != group.first.summary.model]
+    counts = [f"{group.label}: {counted(len(group.runs), 'run')}" for group in told]
     samples = groups[0].first.summary.samples
     calibration = f"thresholds from {samples['calibration']:,} calibration images" if "calibration" in samples else ""
     models = " and ".join(dict.fromkeys(group.first.summary.model for group in groups))

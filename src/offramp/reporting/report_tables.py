@@ -35,7 +35,7 @@ def shipped_table(shipped: Shipped, times: StageTimes | None) -> Table:
         for name, right, cost, at in kinds
     ]
     timed = [] if found is None else ["ms", "times as fast"]
-    columns = ["policy", "top-1 %", "95 % interval", "mul-adds", "of the whole %", *timed]
+    columns = ["policy", "top-1 %", "95 % interval", "mul-adds", "% of the whole network", *timed]
     return f"Accuracy on {shipped.samples:,} test images, and what it costs per image", columns, rows
 
 
@@ -55,7 +55,14 @@ def leaving_table(shipped: Shipped, times: StageTimes | None) -> Table:
         right = f"{100 * shipped.right[here].mean():.1f}" if here.any() else "–"
         own = [f"{times.milliseconds[k - 1]:.3g}"] if timed and times is not None else []
         rows.append([str(k), threshold, f"{100 * here.mean():.1f}", right, millions(cost), *own])
-    columns = ["exit", "leaves from confidence", "share %", "of them right %", "mul-adds", *(["ms"] if timed else [])]
+    columns = [
+        "exit",
+        "leaves if confidence is at least",
+        "share %",
+        "of them right %",
+        "mul-adds",
+        *(["ms"] if timed else []),
+    ]
     return f"Where test images leave under {policy_name(shipped).removeprefix('suggested: ')}", columns, rows
 
 
@@ -90,9 +97,7 @@ def mistakes_table(shipped: Shipped) -> Table | None:
             share = f"{100 * wrong[label, said] / own[label]:.1f}"
             rows.append([class_name(shipped, label), class_name(shipped, said), str(wrong[label, said]), share])
     return (
-        ("The most frequent mistakes", ["it is", "it is said to be", "images", "of its class %"], rows)
-        if rows
-        else None
+        ("The most frequent mistakes", ["true class", "predicted", "images", "of its class %"], rows) if rows else None
     )
 
 

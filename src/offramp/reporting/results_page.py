@@ -1,4 +1,7 @@
-"""One page about all kept runs: `results/<section>/` becomes a section with tables, pictures and the commands."""
+"""Pages about all kept runs: `results/<section>/` becomes a section with tables, pictures and the commands.
+
+Without a `pages.toml` (results_index.py) everything stands on one page.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from offramp.reporting.drawing import Panels, save
 from offramp.reporting.figures import FEW, draw_accuracy, marks_of_accuracy
 from offramp.reporting.groups import COLOURS, Group, RunData
 from offramp.reporting.kept_runs import StoredRun, apart, epochs, label, train_command
+from offramp.reporting.results_index import ALL_RUNS, Index, Pictures, read_index
 from offramp.reporting.results_tables import (
     anytime_markdown,
     at_a_glance,
@@ -24,31 +28,55 @@ from offramp.reporting.results_tables import (
     paired,
     tuned,
 )
-from offramp.reporting.sections import Section, read_section
+from offramp.reporting.sections import SECTION, Section, holds_runs, read_section
 from offramp.reporting.weight_history import weights_by_epoch
+
+ABOUT = (
+    "Written by `{command}` from what is kept of each run in `{results}/`: settings, log, evaluation summary and "
+    "budgeted curves. Accuracies are top-1 in %; settings of the weighting are named where they are not the "
+    "paper's for CIFAR; ± is one standard deviation over seeds, in differences one standard error. Thresholds of "
+    "budgeted numbers come from the calibration split by the paper's rule; where a curve of such policies ends "
+    "below a budget, its end counts. Runs share a GPU, so what training costs is not read off their clocks: "
+    "*baseline epochs* follow from how many steps train the weight net, and from the measured ratio of such a "
+    "step to a conventional one; what a hundred of them bring is the gain over all that were spent.\n"
+)
 
 
 def write_page(results: Path, out: Path) -> Path:
-    """Write the page and, beside it in a folder of its name, its pictures."""
-    folders = sorted(p for p in results.iterdir() if p.is_dir()) if results.is_dir() else []
+    """Write the page and, beside it in a folder of its name, its pictures; with a `pages.toml`, its other pages too."""
+    folders = (
+        sorted(p for p in results.iterdir() if (p / SECTION).is_file() or holds_runs(p)) if results.is_dir() else []
+    )
     if not folders:
         raise ValueError(f"{results} holds no sections")
     sections = [read_section(folder) for folder in folders]
-    command_line = f"offramp results page {results.name} --out {Path(out.parent.name) / out.name}"
-    intro = (
-        f"# Results\n\nWritten by `{command_line}` from what is kept of each run in `{results.name}/`: settings, log, "
-        "evaluation summary and budgeted curves. Accuracies are top-1 in %; settings of the weighting are named where "
-        "they are not the paper's for CIFAR; ± is one standard deviation over seeds, in differences one standard "
-        "error. Thresholds of budgeted numbers come from the calibration split by the paper's rule; where a curve of "
-        "such policies ends below a budget, its end counts. Runs share a GPU, so what training costs is not read off "
-        "their clocks: *baseline epochs* follow from how many steps train the weight net, and from the measured ratio "
-        "of such a step to a conventional one; what a hundred of them bring is the gain over all that were spent.\n"
-    )
-    parts = [intro, at_a_glance(sections), *(_section(section, out) for section in sections), _all_runs(sections)]
-    page = "\n".join(part for part in parts if part)
-    write_bytes(out, page.encode())
-    _forget(sections, page, out.with_suffix(""))
+    command = f"offramp results page {results.name} --out {Path(out.parent.name) / out.name}"
+    about, pictures = ABOUT.format(command=command, results=results.name), out.with_suffix("")
+    index = read_index(results)
+    if index is None:
+        parts = [f"# Results\n\n{about}", at_a_glance(sections)]
+        parts += [_section(section, Pictures(pictures, f"{out.stem}/")) for section in sections]
+        pages = {out: "\n".join(part for part in (*parts, _all_runs(sections)) if part)}
+    else:
+        pages = _several(index, sections, about, out)
+    for path, text in pages.items():
+        write_bytes(path, text.encode())
+    _forget(sections, "".join(pages.values()), pictures)
     return out
+
+
+def _several(index: Index, sections: Sequence[Section], about: str, out: Path) -> dict[Path, str]:
+    """A short page that leads to others, one for each question."""
+    folder, here = out.with_suffix(""), Pictures(out.with_suffix(""), "")
+    pages = {out: index.first_page(sections, about, Pictures(folder, f"{out.stem}/"))}
+    for page in index.pages:
+        own = [section for section in sections if section.name in page.sections]
+        if own:
+            parts = [f"# {page.title}\n\n{page.answer}\n\n{about}", at_a_glance(own)]
+            parts += [_section(section, here) for section in own]
+            pages[folder / f"{page.name}.md"] = "\n".join(part for part in parts if part)
+    pages[folder / f"{ALL_RUNS}.md"] = f"# All runs\n\n{_all_runs(sections).partition(chr(10) * 2)[2]}"
+    return pages
 
 
 def _forget(sections: Sequence[Section], page: str, pictures: Path) -> None:
@@ -59,12 +87,12 @@ def _forget(sections: Sequence[Section], page: str, pictures: Path) -> None:
                 picture.unlink()
 
 
-def _section(section: Section, out: Path) -> str:
+def _section(section: Section, pictures: Pictures) -> str:
     parts = [f"## {section.title}\n\n{section.text}\n"]
     if section.split == "calibration" or not section.tested:
         parts.append(tuned(section))
     else:
-        parts.append(_picture(section, out))
+        parts.append(_picture(section, pictures))
         parts.append(anytime_markdown(section.tested))
         parts.append(budgeted_markdown(section.tested, section.every_budget))
         parts.append(paired(section))
@@ -72,12 +100,12 @@ def _section(section: Section, out: Path) -> str:
             parts.append(tuned(section))
         parts.append(held_out_paired(section))
         parts.append(last_epoch(section.groups))
-        parts += [_movement(group, section.name, at, out) for at, group in enumerate(section.own, 1)]
+        parts += [_movement(group, section.name, at, pictures) for at, group in enumerate(section.own, 1)]
     parts.append("To repeat:\n\n" + "".join(f"    {train_command(group)}\n" for group in section.own))
     return "\n".join(part for part in parts if part)
 
 
-def _picture(section: Section, out: Path) -> str:
+def _picture(section: Section, pictures: Pictures) -> str:
     drawn = [
         Group(name, COLOURS[at % len(COLOURS)], cast(tuple[RunData, ...], tuple(group)))
         for at, (name, group) in enumerate(zip(apart(section.tested), section.tested, strict=True))
@@ -85,20 +113,20 @@ def _picture(section: Section, out: Path) -> str:
     panels = Panels(
         section.name, section.title, [partial(draw_accuracy, drawn, "q")], "wide" if len(drawn) <= FEW else "tall"
     )
-    save(panels, out.with_suffix(""))
+    save(panels, pictures.folder)
     about = marks_of_accuracy(drawn, "q")
-    return f"![Accuracy against mean mul-adds per image]({out.stem}/{section.name}.png)\n\n{about}\n"
+    return f"![Accuracy against mean mul-adds per image]({pictures.link(section.name)})\n\n{about}\n"
 
 
-def _movement(group: Sequence[StoredRun], section: str, at: int, out: Path) -> str:
+def _movement(group: Sequence[StoredRun], section: str, at: int, pictures: Pictures) -> str:
     """How weights moved, of the first run that tells."""
     run = next((run for run in group if run.history), group[0])
     panels = weights_by_epoch(run.history, f"{section}-weights-{at}")
     if panels is None:
         return ""
-    save(panels, out.with_suffix(""))
+    save(panels, pictures.folder)
     about = f"{panels.caption} Here: {label([run])}, seed {run.config.seed}."
-    return f"![Mean weights by epoch]({out.stem}/{panels.name}.png)\n\n{about}\n"
+    return f"![Mean weights by epoch]({pictures.link(panels.name)})\n\n{about}\n"
 
 
 def _with_others(together: int) -> str:

@@ -61,6 +61,11 @@ class Section:
         return [group for group in found if group]
 
 
+def holds_runs(folder: Path) -> bool:
+    """Whether a folder holds kept runs, so that it is a section, or should be one."""
+    return folder.is_dir() and any(folder.glob(f"*/{CONFIG}"))
+
+
 def read_section(folder: Path) -> Section:
     path = folder / SECTION
     if not path.is_file():

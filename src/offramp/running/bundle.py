@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import shlex
+import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -24,7 +25,7 @@ from offramp import __version__
 from offramp.common.extras import MissingExtra
 from offramp.common.files import check_digests, read_json, sha256, short_digest, write_json
 from offramp.common.images import Preprocessing, UnreadableImage, read_image, upright_rgb
-from offramp.common.names import check_device_name, unknown
+from offramp.common.names import check_device_name, meant
 from offramp.common.pretrained import CARD, MANIFEST, bundle_folder, pretrained_names
 from offramp.measuring.policy import Policies, Policy, read_policies
 from offramp.running.engines.protocol import Engine, all_logits
@@ -214,18 +215,20 @@ def _opened(value: Any) -> Image.Image:
 
 
 def load_bundle(
-    path: str | Path, *, device: str = "auto", threads: int | None = None, own_process: bool = False
+    path: str | Path, *, device: str = "auto", threads: int | None = None, own_process: bool | None = None
 ) -> Bundle:
     """Check a bundle's manifest and load it; torch is needed only for torch bundles.
 
-    `path` may be the name of a network that comes trained. `own_process` says that this process runs no other ONNX
-    models, so that all stages may share one set of threads. `threads` are as many as a stage may use; by default all.
+    `path` may be the name of a network that comes trained. `threads` are as many as a stage may use; by default all.
+    `own_process` does nothing any more.
     """
+    if own_process is not None:
+        warnings.warn("load_bundle needs no own_process: leave it out", DeprecationWarning, stacklevel=2)
     check_device_name(device)
     folder = bundle_folder(path)
     manifest, card, policies = checked(folder)
     if manifest["format"] == "onnx":
-        engine = _onnx_engine(folder, card, policies, device, threads, own_process)
+        engine = _onnx_engine(folder, card, policies, device, threads)
     else:
         engine = _torch_engine(folder, card, policies, device, threads)
     if engine.num_exits != len(card.costs):
@@ -259,7 +262,7 @@ def manifest_digest(manifest: dict[str, Any]) -> str:
 def write_manifest(folder: Path, format_: str, preprocessing: Preprocessing) -> None:
     """Vouch for every file that lies in a folder."""
     files = {path.name: sha256(path) for path in sorted(folder.iterdir())}
-    schema = 1 if preprocessing.interpolation == "bilinear" else SCHEMA
+    schema = 1 if preprocessing.is_usual else SCHEMA
     write_json(folder / MANIFEST, {"schema": schema, "offramp": __version__, "format": format_, "files": files})
 
 
@@ -268,10 +271,16 @@ def in_python(folder: Path) -> str:
     return f"offramp.export(model, {str(folder)!r}, out={str(folder / 'bundle')!r})"
 
 
+def not_there(name: str) -> str:
+    """About a name that is neither a folder nor a network that comes trained."""
+    known = pretrained_names()
+    return f"{name} is not there{meant(name, known) or '.'} Networks that come trained: {', '.join(known) or 'none'}"
+
+
 def _no_bundle(folder: Path) -> str:
     """What to do with a folder that is none."""
     if not folder.exists():
-        return unknown("bundle", str(folder), pretrained_names())
+        return not_there(str(folder))
     if (folder / "bundle" / MANIFEST).is_file():
         return f"{folder} is not a bundle; it has one inside: {folder / 'bundle'}"
     how = f"offramp export {folder} --out {folder / 'bundle'}" if (folder / POLICY).is_file() else "offramp export"
@@ -312,13 +321,9 @@ def _check_weights(folder: Path, manifest: dict[str, Any], exits: int) -> None:
             raise ValueError(f"{folder} is damaged: its manifest does not name {needed}")
 
 
-def _onnx_engine(
-    folder: Path, card: ModelCard, policies: Policies, device: str, threads: int | None, own_process: bool
-) -> Engine:
-    from offramp.running.engines.onnx_engine import NoSuchDevice, OnnxEngine, share_threads
+def _onnx_engine(folder: Path, card: ModelCard, policies: Policies, device: str, threads: int | None) -> Engine:
+    from offramp.running.engines.onnx_engine import NoSuchDevice, OnnxEngine
 
-    if own_process:
-        share_threads(threads)
     stages = [folder / stage_file(k) for k in range(1, len(card.costs) + 1)]
     try:
         return OnnxEngine(stages, policies.measure, policies.temperatures, threads, device)

@@ -23,7 +23,7 @@ from offramp.common.device import exact_float32
 from offramp.common.files import new_folder, read_json, write_bytes, write_json, writing
 from offramp.common.images import Preprocessing
 from offramp.common.names import unknown
-from offramp.common.pretrained import CARD, bundle_folder, is_bundle, pretrained_names
+from offramp.common.pretrained import CARD, bundle_folder, is_bundle
 from offramp.data import preprocessing_of
 from offramp.measuring.policy import Policies, read_policies, write_policies
 from offramp.models.cost import exit_costs
@@ -43,6 +43,7 @@ from offramp.running.bundle import (
     compare_golden,
     in_python,
     load_bundle,
+    not_there,
     read_golden,
     stage_file,
     write_manifest,
@@ -83,7 +84,7 @@ def export_run(
         return _export_bundle(bundle_folder(run), Path(out), policy, format, half)
     run = Path(run)
     if not run.is_dir():
-        raise ValueError(f"{run} is not the folder of a run, and {unknown('bundle', str(run), pretrained_names())}")
+        raise ValueError(not_there(str(run)))
     summary, policies = read_summary(run), _read_policies(run, policy)
     if summary.preprocessing is None:
         older = holds_run(run)
@@ -131,6 +132,11 @@ def export(
         )
     if prepared.size != model.input_shape[-1]:
         raise ValueError(f"preprocessing.size is {prepared.size}, the network takes {model.input_shape[-1]} pixels")
+    if model.input_shape != (3, prepared.size, prepared.size):
+        raise ValueError(
+            f"a bundle is for square images in three colours, the network takes {list(model.input_shape)}; grey ones "
+            "can be given three times, others padded"
+        )
     named = summary.classes if classes is None else tuple(map(str, classes))
     golden = _golden_images(folder, summary, model, prepared, images)
     own = copy.deepcopy(model).cpu().set_schedule(policies.schedule)

@@ -74,6 +74,9 @@ class Summary:
 def expand(words: Iterable[str]) -> list[str]:
     """Files, folders (searched for images), globs, and `-` for a list on standard input, as paths."""
     found: list[str] = []
+    words = list(words)
+    if len(words) == 1 and words[0] != "-" and not glob.has_magic(words[0]) and not Path(words[0]).exists():
+        raise ValueError(f"{words[0]} is not there")
     for word in words:
         if word == "-":
             found += [line.strip() for line in sys.stdin if line.strip()]

@@ -46,6 +46,17 @@ class ModelConfig:
     pretrained: bool | str = False
     overrides: dict[str, Any] = _table()
 
+    @property
+    def sources(self) -> list[Any]:
+        """What the params start from: its own `pretrained` or, of a cascade, that of each of its networks."""
+        members = self.overrides.get("members", ())
+        return [m.get("pretrained", False) for m in members if isinstance(m, Mapping)] or [self.pretrained]
+
+    @property
+    def is_put_together(self) -> bool:
+        """Whether it is a cascade of networks that were all trained before, each in a run or a file."""
+        return "members" in self.overrides and all(type(source) is str for source in self.sources)
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -81,11 +92,12 @@ class TrainConfig:
     """How it is trained: by an optimiser whose rate falls to 0 along a cosine.
 
     A loader batch of `batch` images makes two updates of half a batch. `learning_rate` None means
-    0.1 x (batch / 2) / 64; over the first `warm_up_steps` loader batches it rises in a line. Params of stage k of K
-    train at `depth_decay`^(K-k) of it, those of heads at `head_rate` times that. Without `decay_norms`, params of fewer
-    than two dimensions (norms, biases) have no weight decay. `ema` is the decay of an average of the params, which is
-    what is evaluated and saved. `mixup` and `cutmix` are the alphas of what samples of a half
-    are mixed by.
+    0.1 x (batch / 2) / 64; over the first `warm_up_steps` loader batches, half of all at most, it rises in a line.
+    Params of stage k of K train at `depth_decay`^(K-k) of it, those of heads at `head_rate` times that. Without
+    `decay_norms`, params of fewer than two dimensions (norms, biases) have no weight decay. With `freeze_norms` the
+    BatchNorms of a pretrained network normalise by the statistics they have, and keep them. `ema` is the decay of an
+    average of the params, which is what is evaluated and saved. `mixup` and `cutmix` are the alphas of what samples of
+    a half are mixed by.
 
     `parts` are what is trained; the rest is frozen. For `network_epochs` before that, in a phase of its own, the
     network is trained for its last exit alone. With `probe`, heads that are new begin as linear probes. `fork` names
@@ -105,6 +117,7 @@ class TrainConfig:
     depth_decay: float = _between(0, 1, 1.0)
     head_rate: float = _at_least(0, 1.0)
     decay_norms: bool = True
+    freeze_norms: bool = False
     ema: float | None = _between(0, 1, None)
     mixup: float = _at_least(0, 0.0)
     cutmix: float = _at_least(0, 0.0)
@@ -233,8 +246,11 @@ class RunConfig:
                 "imta.collaboration has phases of its own; it cannot go with train.parts, train.network_epochs or "
                 "train.probe"
             )
-        if not self.train.epochs and not self.train.probe:
-            raise ValueError("train.epochs must be 1 or more; 0 is for heads that are linear probes: train.probe=true")
+        if not self.train.epochs and not self.train.probe and not self.model.is_put_together:
+            raise ValueError(
+                "train.epochs must be 1 or more; 0 is for heads that are linear probes (train.probe=true) and for "
+                "cascades of networks that are trained already"
+            )
         if self.train.network_epochs and self.train.parts == "last_exit":
             raise ValueError("train.parts=last_exit trains the network alone already; leave out train.network_epochs")
 

@@ -143,7 +143,8 @@ def read_config(folder: str | Path) -> RunConfig:
     """The configuration of a run folder."""
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
-        raise ValueError(f"{folder} is not a run folder: it has no {CONFIG}")
+        why = f"is not a run folder: it has no {CONFIG}" if Path(folder).exists() else "is not there"
+        raise ValueError(f"{folder} {why}")
     config = read_json(folder / CONFIG)
     if not isinstance(config, dict) or "train" not in config:
         raise ValueError(f"{folder} holds a model, not a run: its {CONFIG} says nothing of training")

@@ -1,16 +1,15 @@
-"""Ray: started on this machine or joined by its address, and calls spread over workers that live on it.
+"""Calls spread over workers that live on Ray.
 
 Ray Data feeds a pool of actors, each of which is made once and then called for one task after another. A worker that
-dies is started again and so is the task it was at; a task that ends its worker again and again stops the whole. What
-Ray prints is kept out of the way; its own logs are in /tmp/ray.
+dies is started again and so is the task it was at; a task that ends its worker again and again stops the whole.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
-import socket
 import threading
 import time
 import traceback
@@ -20,17 +19,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from offramp.common.console import only_ours
+from offramp.common.ray_connection import LOCAL, RayFailed, last_line, ray_connection
 from offramp.common.registry import load_plugin, loaded
 from offramp.common.signals import SIGNALS, Stopped
 
-LOCAL = "local"
-REACHED_S = 5.0  # how long the address of a cluster may take to answer
+log = logging.getLogger("offramp")
+
 TRIES = 5  # of a task whose worker dies
 STORE_BYTES = 512 * 1024**2  # of the object store of a Ray that is started here: keys and the bundle, never images
-
-
-class WorkersFailed(OSError):
-    """Workers could not do their work; the sentence says why."""
 
 
 @dataclass(frozen=True)
@@ -71,37 +67,25 @@ def ray_cluster(address: str = LOCAL, shape: WorkerShape | None = None) -> Itera
     """Join the cluster at `address`, or start Ray here and end it afterwards; how many workers there can be."""
     import ray
 
-    if "://" in address:
-        raise ValueError(
-            f"--ray {address}: Ray's client is not used; start this on a machine of the cluster, --ray auto"
-        )
-    if ":" in address:
-        _check_listens(address)
     shape = shape or WorkerShape()
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    with only_ours():
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
-        if address == LOCAL:
-            cores = max(len(os.sched_getaffinity(0)), round((shape.workers or 0) * shape.cpus))
-            options |= {"include_dashboard": False, "num_cpus": cores, "object_store_memory": STORE_BYTES}
-        try:
-            ray.init(address, **options)
-        except Exception as error:  # a machine that is too busy is a bare one
-            raise WorkersFailed(f"Ray ({address}) cannot be started or joined: {_last_line(error)}") from error
-        try:
-            with _raised_signals():  # Ray has set handlers of its own by now
-                yield shape.workers or _room(ray.cluster_resources(), shape)
-        finally:
-            ray.shutdown()
+    cores = max(len(os.sched_getaffinity(0)), math.ceil((shape.workers or 1) * shape.cpus))
+    joined = ray_connection(address, num_cpus=cores, object_store_memory=STORE_BYTES)
+    with only_ours(), joined, _raised_signals():  # the signals last: Ray sets handlers of its own
+        _say_if_nobody_has(shape, ray.nodes())
+        yield shape.workers or _room(ray.cluster_resources(), shape)
 
 
-def _check_listens(address: str) -> None:
-    """Ray would try for minutes, in silence, to reach an address where nobody listens."""
-    host, port = address.rsplit(":", 1)
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=REACHED_S).close()
-    except OSError as error:
-        raise WorkersFailed(f"no Ray listens at {address}: {error.strerror or error}") from error
+def _say_if_nobody_has(shape: WorkerShape, nodes: Sequence[dict[str, Any]]) -> None:
+    """Ray would wait, in silence, for a machine that is large enough; one may come, if the cluster grows by itself."""
+    machines = [node["Resources"] for node in nodes if node["Alive"]]
+    if not any(m.get("CPU", 0) >= shape.cpus and m.get("GPU", 0) >= shape.gpus for m in machines):
+        there = ", ".join(f"{m.get('CPU', 0):g} CPUs and {m.get('GPU', 0):g} GPUs" for m in machines)
+        log.warning(
+            "no machine of the cluster has the %g CPUs and %g GPUs of a worker (there: %s); waiting for one that has",
+            shape.cpus,
+            shape.gpus,
+            there,
+        )
 
 
 def _room(resources: dict[str, float], shape: WorkerShape) -> int:
@@ -160,19 +144,14 @@ def spread(
     try:
         for row in calls.iter_rows():
             if row["problem"]:
-                raise WorkersFailed(row["problem"])
+                raise RayFailed(row["problem"])
             yield Found(int(row["number"]), bytes(row["data"]))
     except ray.exceptions.RayError as error:
-        raise WorkersFailed(f"Ray gave up: {_last_line(error)}; what is finished is kept") from error
+        raise RayFailed(f"Ray gave up: {last_line(error)}; what is finished is kept") from error
 
 
 def _movable(plugin: str) -> str:
     return os.path.abspath(plugin) if plugin.endswith(".py") else plugin
-
-
-def _last_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
 
 
 class _Starts:

@@ -15,11 +15,12 @@ import numpy as np
 
 from offramp.common.console import progress, say
 from offramp.common.images import quiet_pillow
+from offramp.common.ray_connection import LOCAL
 from offramp.data.listing import ALLOWED_UNREADABLE
 from offramp.running.bundle import load_bundle
 from offramp.running.labelled import BundleScore, FolderImages, Judged, judge_images, labelled_images, score_of
 from offramp.runs.config import DataConfig
-from offramp.scaling.cluster import LOCAL, Task, WorkerShape, ray_cluster, spread
+from offramp.scaling.cluster import Task, WorkerShape, ray_cluster, spread
 from offramp.scaling.offline import SMALLEST_PART, PackedBundle
 
 SPLIT = "test"

@@ -22,11 +22,12 @@ from offramp.common.files import short_digest
 from offramp.common.images import MAX_PIXELS, quiet_pillow
 from offramp.common.pretrained import MANIFEST as BUNDLE_MANIFEST
 from offramp.common.pretrained import bundle_folder
+from offramp.common.ray_connection import LOCAL
 from offramp.measuring.policy import Policies, Policy
 from offramp.running.bundle import Bundle, asked_policy, checked, load_bundle, manifest_digest
 from offramp.running.predict import predict
 from offramp.running.runtime import ceiling
-from offramp.scaling.cluster import LOCAL, Task, WorkerShape, now, ray_cluster, spread
+from offramp.scaling.cluster import Task, WorkerShape, now, ray_cluster, spread
 from offramp.scaling.parts import (
     PartCount,
     Plan,
@@ -245,9 +246,12 @@ def _run(
 
 
 def _note(totals: Totals, count: PartCount, began: float, bar: Bar) -> None:
+    """Count a part; one that a worker of an earlier command wrote in its last moments is none of this command's."""
     first = count.ended - count.seconds - began
-    totals.start_s = min(totals.start_s, first) if totals.new_images else first
-    totals.add(count, new=True)
+    new = count.ended > began
+    if new:
+        totals.start_s = max(0.0, min(totals.start_s, first) if totals.new_images else first)
+    totals.add(count, new)
     bar.show(f"predicting ({totals.shares_in_words()})")
     bar.advance(count.images, count.images)
 

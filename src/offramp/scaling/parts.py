@@ -24,7 +24,7 @@ from offramp.common.formatting import millions
 from offramp.running.predict import Row
 from offramp.scaling.places import is_local, joined, names_below, opened, read_all, remove, write_whole
 
-MANIFEST = "predict.json"
+MANIFEST = "_predict.json"  # with an underscore: whoever reads the folder as Parquet passes it over
 NAME = re.compile(r"part-(\d{6})\.parquet")
 FOOTER, PLAN = b"offramp", b"offramp.plan"
 READERS = 16  # threads that read footers

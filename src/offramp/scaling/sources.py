@@ -1,6 +1,6 @@
 """What a large prediction reads: a folder, a list of paths or URIs, or Parquet with an image column.
 
-The driver lists a source once, as sorted keys, and hands out ranges of them (`task`); a worker turns a range into
+The driver lists a source once, in a fixed order, and hands out ranges of it (`task`); a worker turns a range into
 images (`ImageReader`). A key is the path below the folder, the list's line, or FILE#ROW, unless a column holds keys.
 """
 
@@ -71,7 +71,7 @@ class FileSource:
 
     def __init__(self, about: str, base: str, keys: Iterable[str]) -> None:
         self.about, self.keys = about, sorted(set(keys))
-        self.size, self.digest = len(self.keys), short_digest(self.keys)
+        self.size, self.digest = len(self.keys), short_digest([base, *self.keys])
         remote = not is_local(base) or any(not is_local(key) for key in self.keys)
         self.reader: ImageReader = FileReader(base, REMOTE_DECODERS if remote else DECODERS)
 
@@ -141,7 +141,7 @@ class ParquetSource:
         assert column is not None
         self.size = sum(self.rows)
         listed = (f"{name}:{rows}" for name, rows in zip(self.names, self.rows, strict=True))
-        self.digest = short_digest([column, key_column or "", *listed])
+        self.digest = short_digest([base, column, key_column or "", *listed])
         self.reader: ImageReader = ParquetReader(base, column, key_column)
 
     def task(self, start: int, stop: int) -> bytes:

@@ -111,7 +111,7 @@
       const live = await (await fetch("shares", { cache: "no-store" })).json();
       at("seen").textContent = live.shares || !live.images
         ? `Shares of the last ${live.images.toLocaleString("en")} images.`
-        : "Shares show once there are enough images to hide each single one.";
+        : "Shown once there are enough images, for privacy.";
       at("exits").replaceChildren(...data.calibration.map((_, k) => exitRow(k, live.images ? live.shares : null)));
       hear(true);
     } catch (error) {

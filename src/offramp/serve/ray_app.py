@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import math
 import signal
 import threading
 import time
@@ -23,15 +23,19 @@ import numpy as np
 from fastapi import FastAPI
 
 from offramp.common.console import console, say
+from offramp.common.formatting import counted
 from offramp.common.pretrained import bundle_folder
-from offramp.running.bundle import checked
+from offramp.common.ray_connection import LOCAL, ray_connection
+from offramp.running.bundle import load_bundle
+from offramp.running.engines.onnx_engine import cores
 from offramp.serve.config import ServeConfig
 from offramp.serve.metrics import QUEUE, SLOTS, Row, new_row
 from offramp.serve.processes import Job
 from offramp.serve.run import BUNDLE_APP, app_words
 from offramp.serve.server import DRAIN_S, address_of, listen
 
-LOCAL = "local"
+log = logging.getLogger("offramp")
+
 NAME = "offramp"  # of the application: what is deployed under it again replaces what is there
 TELL_S = 0.5  # between two reports of a replica
 SILENT_S = 10.0  # after which what a replica had inside is gone with it
@@ -41,19 +45,37 @@ COUNTS_S = 5.0  # for the counts of others to come
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many replicas there are at least and at most."""
+    """How many replicas there are at least and at most, and what each takes of a machine."""
 
     least: int = 1
     most: int = 1
+    cpus: float = 1.0
+    gpus: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.cpus <= 0 or self.gpus < 0:
+            raise ValueError(f"a replica needs some CPUs and no less than 0 GPUs, got {self.cpus:g} and {self.gpus:g}")
+
+    @property
+    def threads(self) -> int:
+        return max(1, round(self.cpus))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.least} to {counted(self.most, 'replica')}"
+            if self.least < self.most
+            else counted(self.most, "replica")
+        )
 
     @classmethod
-    def parse(cls, text: str) -> Replicas:
+    def parse(cls, text: str, cpus: float = 1.0, gpus: float = 0.0) -> Replicas:
         """`2`, or `1:8` for as many as those who wait need."""
         least, _, most = text.partition(":")
         try:
-            found = cls(int(least), int(most or least))
+            numbers = int(least), int(most or least)
         except ValueError:
             raise ValueError(f"--replicas is a number, or a range such as 1:8, got {text!r}") from None
+        found = cls(*numbers, cpus, gpus)
         if not 1 <= found.least <= found.most:
             raise ValueError(f"--replicas needs 1 or more, the least first, got {text!r}")
         return found
@@ -76,41 +98,32 @@ def serve_on_ray(
     """
     replicas, config = replicas or Replicas(), config or ServeConfig()
     folder = bundle_folder(bundle_path)
-    checked(folder)  # what is wrong with it is said here, not by replicas
+    load_bundle(folder, device="cpu").check_golden()  # one that does not load must not take the place of one that does
     own = replace(config.divided(replicas.most), queue=config.queue)
-    job = Job(BUNDLE_APP, app_words(folder.resolve(), own, device, threads=1))
-    with ray_here(address):
+    job = Job(BUNDLE_APP, app_words(folder.resolve(), own, device, threads=replicas.threads))
+    cores_needed = math.ceil(replicas.most * replicas.cpus)
+    with ray_here(address, num_cpus=max(cores(), cores_needed)):
         where = deploy(job, replicas, own, host, port)
-        many = f"{replicas.least} to {replicas.most}" if replicas.least < replicas.most else str(replicas.most)
         if address != LOCAL:
-            say(f"serving on {where} with {many} replicas; they stay, until the same command replaces them")
+            say(f"serving on {where} with {replicas}; it stays until the same command replaces it")
             return
-        say(f"serving on {where} with {many} replicas (Ctrl-C stops)")
+        say(f"serving on {where} with {replicas} (Ctrl-C stops)")
         _until_signalled()
         remove()
     console.print("stopped")
 
 
 @contextmanager
-def ray_here(address: str = LOCAL) -> Iterator[None]:
+def ray_here(address: str = LOCAL, **started_with: Any) -> Iterator[None]:
     """A Ray of one's own on this machine, which ends with this; or the cluster at an address."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
     from ray.serve.context import _disconnect
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
-    if address == LOCAL:
-        quiet |= {"include_dashboard": False}
-    try:
-        ray.init(address, **quiet)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ValueError(f"Ray at {address} cannot be used: {str(error).strip().splitlines()[-1]}") from error
-    try:
-        yield
-    finally:
-        _disconnect()  # else the next cluster would be asked at this one's address
-        ray.shutdown()
+    with ray_connection(address, **started_with):
+        try:
+            yield
+        finally:
+            _disconnect()  # else the next cluster would be asked at this one's address
 
 
 def deploy(
@@ -119,6 +132,7 @@ def deploy(
     """Put the application on the cluster that this process has joined, or replace the one of this name; its address."""
     from ray import serve
 
+    _say_if_too_small(replicas)
     where = _start_proxy(host, port)
     _counts_actor(name)
     scaling: dict[str, Any] = {"num_replicas": replicas.most}
@@ -131,7 +145,7 @@ def deploy(
         graceful_shutdown_timeout_s=DRAIN_S,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5,
-        ray_actor_options={"num_cpus": 1},
+        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
     )
     made: Any = serve.deployment(serve.ingress()(Replica))
     try:
@@ -139,6 +153,23 @@ def deploy(
     except RuntimeError as error:
         raise ValueError(f"the bundle cannot be served on Ray: {_reason(name) or error}") from error
     return where
+
+
+def _say_if_too_small(replicas: Replicas) -> None:
+    """Ray would wait, in silence, until the cluster has room for the least replicas; it may grow by itself."""
+    import ray
+
+    there = ray.cluster_resources()
+    cpus, gpus = there.get("CPU", 0.0), there.get("GPU", 0.0)
+    if cpus < replicas.least * replicas.cpus or gpus < replicas.least * replicas.gpus:
+        log.warning(
+            "the cluster has %g CPUs and %g GPUs, too few for %s of %g and %g each; waiting for more",
+            cpus,
+            gpus,
+            counted(replicas.least, "replica"),
+            replicas.cpus,
+            replicas.gpus,
+        )
 
 
 def _reason(name: str) -> str:

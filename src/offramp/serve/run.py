@@ -30,29 +30,38 @@ def serve(
     config: ServeConfig | None = None,
     device: str = "auto",
     workers: int = 1,
+    threads: int | None = None,
 ) -> None:
     """Load a bundle and answer until SIGTERM or SIGINT; then take no more and finish what is inside.
 
-    Several `workers` are processes that share the address, the cores, the queue and what a client may use.
+    Several `workers` are processes that share the address, the cores, the queue and what a client may use. A worker's
+    stages run on so many `threads`; by default, on its share of the cores, and with one worker on all cores but one.
     """
+    if threads is not None and threads < 1:
+        raise ValueError(f"--threads must be 1 or more, got {threads}")
     config = (config or ServeConfig()).divided(workers)
+    words = app_words(bundle_path, config, device, threads or stage_threads(workers))
     if workers == 1:
-        run_app(bundle_app(**app_words(bundle_path, config, device, threads=None)), host, port)
+        run_app(bundle_app(**words), host, port)
     else:
-        words = app_words(bundle_path, config, device, threads=max(1, cores() // workers))
         run_processes(Job(BUNDLE_APP, words), workers, host, port)
 
 
-def app_words(bundle_path: str | Path, config: ServeConfig, device: str, threads: int | None) -> dict[str, Any]:
+def stage_threads(workers: int) -> int:
+    """A worker's share of the cores. One that has all of them leaves one to HTTP: a stage waits for its last thread."""
+    return max(1, cores() - 1 if workers == 1 else cores() // workers)
+
+
+def app_words(bundle_path: str | Path, config: ServeConfig, device: str, threads: int) -> dict[str, Any]:
     """What another process makes the same application of, as JSON can hold it."""
     return {"bundle_path": str(bundle_path), "settings": asdict(config), "device": device, "threads": threads}
 
 
 def bundle_app(
-    bundle_path: str, settings: dict[str, Any], device: str, threads: int | None, rows: Rows | None = None
+    bundle_path: str, settings: dict[str, Any], device: str, threads: int, rows: Rows | None = None
 ) -> FastAPI:
-    """The application around a bundle, in a process that runs nothing else; `threads` are all it may use."""
-    bundle = load_bundle(bundle_path, device=device, threads=threads, own_process=True)
+    """The application around a bundle, in a process that runs nothing else; `threads` are for its stages."""
+    bundle = load_bundle(bundle_path, device=device, threads=threads)
     config = ServeConfig(**settings)
     for size in (1, config.batch):  # the first requests shall not wait for this
         warm(bundle.engine, np.zeros((size, *bundle.card.input_shape), np.float32))

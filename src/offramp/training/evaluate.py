@@ -24,6 +24,7 @@ from offramp.common.images import Preprocessing
 from offramp.data import DATASETS, Batch, Dataset, load_dataset, prepared_for, preprocessing_of
 from offramp.models.cost import ExitCost, exit_costs, lazy_costs
 from offramp.models.exits import ExitNet
+from offramp.models.modules import modes_kept
 from offramp.models.registry import load_model
 from offramp.runs.config import DataConfig
 from offramp.runs.folder import CONFIG, PHASE1, POLICY, holds_run, read_config, refuse_other_data
@@ -222,16 +223,13 @@ def eval_batch(data: EvalData) -> int:
 
 
 def logits_of(model: nn.Module, batches: Iterable[Batch]) -> Iterator[tuple[Batch, Tensor]]:
-    """The logits [K, B, C] of each batch, in evaluation mode; the model's mode is put back."""
-    training = model.training
-    model.eval()
-    try:
+    """The logits [K, B, C] of each batch, in evaluation mode; the modes of all parts are put back."""
+    with modes_kept(model):
+        model.eval()
         for part in batches:
             with torch.inference_mode(), exact_float32():
                 logits = torch.stack(model(part.images))
             yield part, logits
-    finally:
-        model.train(training)
 
 
 def accuracy(

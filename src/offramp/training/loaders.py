@@ -89,8 +89,10 @@ def _checked(given: Any, split: str, own: Preprocessing | None) -> tuple[Tensor,
             f"{list(images.shape)} and {labels.dtype} {list(labels.shape)}"
         )
     if own is not None and tuple(images.shape[1:]) != (3, own.size, own.size):
+        wanted = [3, own.size, own.size]
         raise ValueError(
-            f"preprocessing.size is {own.size}, but the {split} loader gives images of {list(images.shape[1:])}"
+            f"with preprocessing.size {own.size} images are {wanted}, but the {split} loader gives "
+            f"{list(images.shape[1:])}"
         )
     return images, labels.long()
 

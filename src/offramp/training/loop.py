@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,6 +43,7 @@ from offramp.training.method import Method, Prepare
 from offramp.training.mixing import Mixing
 from offramp.training.objectives import Objective, num_terms
 from offramp.training.optimizers import new_optimizer, rate_share, set_rate
+from offramp.training.parts import freeze_norms
 from offramp.training.probe import probe_heads
 from offramp.training.processes import Processes
 from offramp.training.step import HalfResult, train_step
@@ -111,10 +112,14 @@ class Phase:
         """Of what is trained."""
         return int(getattr(self.module, "num_exits", self.model.num_exits))
 
-    def heads_to_probe(self) -> range:
+    def heads_to_probe(self) -> list[int]:
         """The heads that are new and trained, from 1: the last one is not, where the network was trained before."""
-        known = self.config.train.parts == "inner_heads" or self.config.train.network_epochs
-        return range(1, self.model.num_exits + (0 if known else 1))
+        last, parts = self.model.num_exits, self.config.train.parts
+        known = set(self.model.trained_exits)
+        if parts == "inner_heads" or self.config.train.network_epochs:
+            known.add(last)
+        asked = [last] if parts == "last_exit" else range(1, last + 1)
+        return [k for k in asked if k not in known]
 
 
 @dataclass(frozen=True)
@@ -166,10 +171,11 @@ class Loop:
         self.config, self.out, self.setup, self.module = phase.config, phase.out, setup, phase.module
         self.model, self.data = phase.model, phase.data
         config, module, batch = phase.config, phase.module, phase.config.train.batch
-        self.steps_per_epoch = self.data.steps_per_epoch(batch)
+        self.steps_per_epoch = self.data.steps_per_epoch(batch) if config.train.epochs else 1
         self.total = self.steps_per_epoch * config.train.epochs
-        refuse_endless_warm_up(config, self.total)
         module.to(setup.device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+        if config.train.freeze_norms:
+            freeze_norms(phase.model)
         if isinstance(phase.prepare, nn.Module):
             phase.prepare.to(setup.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
         fast = config.train.fast and setup.device.type == "cuda"
@@ -197,7 +203,7 @@ class Loop:
         self.began, self.began_step = time.monotonic(), self.step
         self.saved = self.began
 
-    def probe(self, heads: range) -> None:
+    def probe(self, heads: Sequence[int]) -> None:
         """Let new heads begin as linear probes: the first process fits them, the others take what it found."""
         if self.setup.writes and heads:
             probe_heads(self.model, heads, self.data, self.config.seed, self.setup.device)
@@ -248,7 +254,6 @@ class Loop:
         if epoch % config.train.eval_every == 0 or self.step == self.total:
             with self.averaged():
                 row |= calibration_accuracy(self.model, self.data, self.setup)
-            self.module.train()  # the network's own mode knows nothing of frozen parts
         if metrics is None:
             return None
         images_done = (self.step - self.began_step) * config.train.batch
@@ -344,15 +349,6 @@ def new_method(phase: Phase, setup: Setup, total_steps: int, ema: Ema | None = N
         ema=ema,
         mixing=Mixing.of(config.train, phase.data.num_classes, config.seed),
     )
-
-
-def refuse_endless_warm_up(config: RunConfig, total_steps: int) -> None:
-    """A warm-up must end before training does."""
-    if config.train.warm_up_steps and config.train.warm_up_steps >= total_steps:
-        raise ValueError(
-            f"train.warm_up_steps is {config.train.warm_up_steps}, but training has only {total_steps} steps; "
-            "warm up for fewer"
-        )
 
 
 def kernels_suit(config: RunConfig, device: torch.device) -> bool:

@@ -99,7 +99,11 @@ def cosine(step: int, total: int) -> float:
 
 
 def rate_share(step: int, total: int, warm_up: int = 0) -> float:
-    """The share of the initial rate at `step`: in a line up to 1 over the warm-up, then along a cosine."""
+    """The share of the initial rate at `step`: in a line up to 1 over the warm-up, then along a cosine.
+
+    The warm-up takes half of training at most.
+    """
+    warm_up = min(warm_up, total // 2)
     return (step + 1) / warm_up if step < warm_up else cosine(step - warm_up, total - warm_up)
 
 

@@ -28,6 +28,14 @@ def part_to_train(model: ExitNet, parts: str) -> nn.Module:
     return HeadsOnFeatures(model, inner=parts == "inner_heads")
 
 
+def freeze_norms(model: ExitNet) -> None:
+    """Let every BatchNorm outside of heads normalise by the statistics it has, and keep them."""
+    own = {id(part) for head in model.heads for part in head.modules()}
+    for part in model.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm) and id(part) not in own:
+            part.eval()
+
+
 def last_reads_others(model: ExitNet) -> bool:
     """Whether the last exit's answer depends on what earlier exits say."""
     return bool(model.carry) or reads_before(model.heads[-1])

@@ -104,7 +104,7 @@ def joined_processes(device: torch.device) -> Iterator[Processes]:
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    # The first process evaluates alone while the others wait: that may take longer than the usual ten minutes.
+    # The first process fits probes and writes files alone while the others wait: that may take longer than ten minutes.
     patience = timedelta(hours=6)
     # The group must end with this block: threads of one that outlives it abort the process if they let go of a tensor
     # while the interpreter shuts down. So there is only one, which nobody holds; and a module whose functions keep the

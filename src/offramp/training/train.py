@@ -165,7 +165,6 @@ def network_alone(config: RunConfig) -> RunConfig:
         epochs=config.train.network_epochs or 0,
         network_epochs=None,
         parts="last_exit",
-        probe=False,
         fork=None,
         fork_options={},
     )
@@ -211,6 +210,11 @@ def refuse_what_does_not_fit(phase: Phase) -> None:
     if getattr(phase.objective, "needs_frozen_last", False) and settings.parts != "inner_heads":
         raise ValueError(
             "objective.options.labels=false with source=last needs train.parts=inner_heads: a trained last exit"
+        )
+    if settings.freeze_norms and not all(phase.config.model.sources):
+        raise ValueError(
+            "train.freeze_norms keeps statistics that a network has learned; it needs one that starts from trained "
+            "params (model.pretrained)"
         )
     if settings.probe:
         for k in phase.heads_to_probe():

@@ -20,28 +20,10 @@ from offramp.measuring.confidence import confidences
 from offramp.running.engines.onnx_files import refuse_external_data
 from offramp.running.engines.protocol import EngineState
 
-_shared = False
-
 
 def cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def share_threads(threads: int | None = None) -> None:
-    """Give all ONNX sessions of this process one set of threads: faster, as each would bring its own otherwise.
-
-    For programs that do nothing else with ONNX Runtime: from then on it refuses sessions with threads of their own.
-    """
-    global _shared
-    import onnxruntime as ort
-
-    if not _shared:
-        try:
-            ort.set_global_thread_pool_sizes(threads or cores(), 1)
-            _shared = True
-        except Exception:  # an older version, or sessions were made already: slower, but it works
-            return
 
 
 class NoSuchDevice(ValueError):
@@ -83,11 +65,9 @@ class OnnxEngine:
         wanted = providers(device)
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        if _shared:
-            options.use_per_session_threads = False
-        else:  # threads that spin after a stage would take the cores from the next one's
-            options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-            options.intra_op_num_threads = threads or cores()
+        options.intra_op_num_threads = threads or cores()
+        # threads wait actively within a stage, but not after it: they would take the cores from the next stage's
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         graphs = [stage if isinstance(stage, bytes) else Path(stage).read_bytes() for stage in stages]
         for graph in graphs:
             refuse_external_data(graph)
