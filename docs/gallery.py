@@ -56,8 +56,15 @@ def picture(
             if not right[index]:
                 pen.line((left, below + 4, left + 6, below + 10), WRONG, 2)
                 pen.line((left, below + 10, left + 6, below + 4), WRONG, 2)
-            pen.text((left + (0 if right[index] else 9), below), name[: 13 if right[index] else 11], colour, small)
+            indent = 0 if right[index] else 9
+            pen.text((left + indent, below), name, colour, font_for(pen, name, SIDE + GAP - 2 - indent))
     return sheet
+
+
+def font_for(pen: ImageDraw.ImageDraw, text: str, width: int) -> Any:
+    """The largest font, of those that can be read, in which a text is no wider than this."""
+    fonts = [ImageFont.load_default(size) for size in (10, 9, 8, 7)]
+    return next((font for font in fonts if pen.textlength(text, font) <= width), fonts[-1])
 
 
 def class_table(exits: np.ndarray, names: np.ndarray, few: int = 6) -> list[str]:

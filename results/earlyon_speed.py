@@ -6,7 +6,8 @@
 ResNet-50 of torchvision, exits after its first three layers, random params (which cost what trained ones cost), 256
 images of 224 pixels. Thresholds are set so that a half leaves at the first exit, a quarter at the second and an eighth
 at the third, exactly. Every package runs its own heads on one image at a time and in batches of 64, by turns; the whole
-network alone is the yardstick. Printed are images/s, the median of some turns.
+network alone is the yardstick. offramp lays tensors out channels-last, so the others are timed with that too, and the
+whole network by ONNX Runtime as well. Printed are images/s, the median of some turns.
 """
 
 from __future__ import annotations
@@ -20,11 +21,13 @@ import torch
 from earlyon.models import custom_ee
 from torchvision.models import resnet50
 
+from offramp.common.allocator import keep_freed_memory
 from offramp.common.formatting import to_markdown
 from offramp.fitting.timing import Serving
 from offramp.measuring.policy import Policy
 from offramp.models.backbones import with_exits
 from offramp.models.cost import exit_costs
+from offramp.models.exits import ExitNet
 from offramp.running.runtime import Runtime
 
 AT = ["layer1", "layer2", "layer3"]
@@ -43,8 +46,8 @@ def thresholds(logits: Sequence[np.ndarray]) -> list[float]:
     return found
 
 
-def whole(images: torch.Tensor) -> Callable[[int], object]:
-    model = _network()
+def whole(images: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> Callable[[int], object]:
+    model, images = _network().to(memory_format=layout), images.contiguous(memory_format=layout)
 
     def run(batch: int) -> None:
         with torch.inference_mode():
@@ -54,9 +57,17 @@ def whole(images: torch.Tensor) -> Callable[[int], object]:
     return run
 
 
-def earlyon(images: torch.Tensor) -> Callable[[int], object]:
+def whole_onnx(images: torch.Tensor) -> Callable[[int], object]:
+    """A network of one stage, of which every image pays for everything."""
+    model = with_exits(_network(), at=1, example=images[:2]).eval()
+    policy = Policy("searched", None, (), 0.0, (), 0.0)
+    return _by_stages(model, policy, "onnx", images)
+
+
+def earlyon(images: torch.Tensor, layout: torch.memory_format = torch.contiguous_format) -> Callable[[int], object]:
     """It leaves with whole batches, so those of more than one image go as far as the hardest of them."""
     model = custom_ee(_network(), exit_layers=AT, num_classes=CLASSES, input_shape=(1, 3, SIZE, SIZE)).eval()
+    model, images = model.to(memory_format=layout), images.contiguous(memory_format=layout)
     with torch.inference_mode():
         parts = [model(part, mode="training") for part in images.split(32)]
     said = [torch.cat([part[k] for part in parts]).numpy() for k in range(len(AT))]
@@ -74,8 +85,11 @@ def offramp(images: torch.Tensor, format_: str) -> Callable[[int], object]:
     with torch.inference_mode():
         parts = [model(part) for part in images.split(32)]
     said = [torch.cat([part[k] for part in parts]).numpy() for k in range(len(AT))]
+    return _by_stages(model, Policy("searched", None, tuple(thresholds(said)), 0.0, (), 0.0), format_, images)
+
+
+def _by_stages(model: ExitNet, policy: Policy, format_: str, images: torch.Tensor) -> Callable[[int], object]:
     costs = [cost.mul_adds for cost in exit_costs(model)]
-    policy = Policy("searched", None, tuple(thresholds(said)), 0.0, (), 0.0)
     runtime, ready = Runtime(Serving(format_, "cpu").engine(model), policy, costs), images.numpy()
 
     def run(batch: int) -> None:
@@ -91,10 +105,14 @@ def _network() -> torch.nn.Module:
 
 
 def main() -> None:
+    keep_freed_memory()  # offramp does so on a CPU: here for all alike
     images = torch.randn(IMAGES, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
     ways = {
         "whole network, PyTorch": whole(images),
+        "whole network, PyTorch, channels-last": whole(images, torch.channels_last),
+        "whole network, ONNX Runtime": whole_onnx(images),
         "earlyon 0.3.0": earlyon(images),
+        "earlyon 0.3.0, channels-last": earlyon(images, torch.channels_last),
         "offramp, PyTorch": offramp(images, "torch"),
         "offramp, ONNX Runtime": offramp(images, "onnx"),
     }

@@ -35,11 +35,12 @@ from offramp.runs.outputs import read_outputs, read_summary
 HERE = Path(__file__).parent
 KEPT = HERE / "photos"
 POINTS = 24
+SUMMED, SHARED = ", summed", ", shared params"  # what a cascade's name ends in
 
 
-def member_name(member: dict[str, Any]) -> str:
-    """timm/tf_efficientnet_lite0 at 96 pixels -> Lite0 96."""
-    return f"{member['name'].rsplit('_', 1)[-1].capitalize()} {member['overrides']['image_size']}"
+def member_name(member: dict[str, Any], size: int | None = None) -> str:
+    """timm/tf_efficientnet_lite0 at 96 pixels -> Lite0 96; `size` where that is not the one it was built for."""
+    return f"{member['name'].rsplit('_', 1)[-1].capitalize()} {size or member['overrides']['image_size']}"
 
 
 def way_of(config: RunConfig) -> str:
@@ -49,6 +50,8 @@ def way_of(config: RunConfig) -> str:
     words = [f"distilled from the {options.get('source', 'last')}" if distilled else "labels alone"]
     if config.train.network_epochs:
         words.append("heads on the frozen network" if config.train.parts == "inner_heads" else "network first")
+    if config.model.overrides.get("head") == "chained":
+        words.append("heads that read the exit before")
     if config.weighting.name == "learned":
         words.append("learned weights")
     return ", ".join(words)
@@ -75,15 +78,16 @@ def parts_of(config: RunConfig, exits: int) -> list[Part]:
     members = config.model.overrides.get("members")
     if members is None:
         return [Part("exits", f"exits on {member_name(_as_member(config))}", tuple(range(exits)))]
-    names = [member_name(member) for member in members]
-    carried = float(config.model.overrides.get("carry", 0.0))
-    if carried or config.weighting.name == "learned":  # trained for each other: only as they are
-        return [Part("cascade", " + ".join(names), tuple(range(exits)))]
+    own = config.model.overrides
+    names = [member_name(member, size) for member, size in zip(members, own["image_sizes"], strict=True)]
+    shared = len(set(own.get("same", names))) < len(names)
+    if shared or own.get("carry") or config.weighting.name == "learned":  # trained for each other: only as they are
+        return [Part("cascade", " + ".join(names) + (SHARED if shared else ""), tuple(range(exits)))]
     found = [Part("single", name, (at,)) for at, name in enumerate(names)]
     for count in (2, 3):
         for stages in combinations(range(exits), count):
             for carry in (0.0, 1.0):
-                name = " + ".join(names[at] for at in stages) + (", summed" if carry else "")
+                name = " + ".join(names[at] for at in stages) + (SUMMED if carry else "")
                 found.append(Part("cascade", name, stages, carry))
     return found
 

@@ -9,16 +9,17 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from photos import BATCHES, HERE, INT8, KEPT, TIMES
+from photos import BATCHES, HERE, INT8, KEPT, SHARED, SUMMED, TIMES
 
 from offramp.common.files import read_json, write_bytes
-from offramp.common.formatting import millions, to_markdown, with_spread
+from offramp.common.formatting import counted, millions, to_markdown, with_spread
 from offramp.measuring.metrics import Curve
 from offramp.reporting.drawing import Panels, save
 
 PAGE = HERE.parent / "docs/results/photos.md"
 BUDGETS = tuple(1e6 * m for m in (125, 150, 175, 200, 225, 250, 300, 350, 400))
 DATA = {"pets": "Oxford Pets", "clothing": "Clothing"}
+UNBALANCED = ("clothing",)  # where classes differ in size, so that the mean over classes tells more
 Key = tuple[str, str, str]  # way, family, name
 Groups = dict[Key, list["Kept"]]  # the seeds of each
 
@@ -86,14 +87,15 @@ def chosen_cascade(all_groups: Sequence[Groups], way: str) -> Key:
     def score(key: Key) -> float:
         return float(np.mean([one.curve("held_out_curve").at(BUDGETS) for groups in all_groups for one in groups[key]]))
 
-    own = [key for key in all_groups[0] if key[:2] == (way, "cascade")]
+    everywhere = set.intersection(*(set(groups) for groups in all_groups))
+    own = sorted(key for key in everywhere if key[:2] == (way, "cascade") and not key[2].endswith(SHARED))
     return max((key for key in own if all_groups[0][key][0].network["costs"][0] < BUDGETS[0]), key=score)
 
 
 def stage_ms(name: str) -> dict[str, list[float]]:
     """Milliseconds per image of each stage of a network, by batch."""
     known = read_json(TIMES)["stage_ms"]
-    parts = name.removesuffix(", summed").split(" + ")
+    parts = name.removesuffix(SUMMED).removesuffix(SHARED).split(" + ")
     return {str(b): [ms for part in parts for ms in known[part][str(b)]] for b in BATCHES}
 
 
@@ -128,25 +130,46 @@ def singles_table(groups: Groups) -> str:
     return to_markdown(columns, [row for _, row in sorted(rows)])
 
 
-def budgets_table(groups: Groups, keys: Sequence[Key]) -> str:
-    rows = []
-    seeds = sorted({one.run["seed"] for group in groups.values() for one in group})
-    best = [singles(groups, seed).at(BUDGETS) for seed in seeds]
-    rows.append(
-        ["best single networks of the same cost", "all of them", *(percent(column) for column in np.transpose(best))]
-    )
+def budgets_table(groups: Groups, keys: Sequence[Key], what: str = "top-1 % on test") -> str:
+    """Accuracy, or `balanced` accuracy, at every budget."""
+    value, own = (2, "balanced") if what.startswith("balanced") else (1, "test")
+    seeds = sorted({one.run["seed"] for key, group in groups.items() for one in group if key[1] == "single"})
+    best = [singles(groups, seed, own).at(BUDGETS) for seed in seeds]
+    rows = [["best single networks of the same cost", "all of them", *map(percent, np.transpose(best))]]
     for key in keys:
-        at = np.array([one.curve().at(BUDGETS) for one in groups[key]])
+        at = np.array([one.curve(value=value).at(BUDGETS) for one in groups[key]])
         cells = ["–" if np.isnan(column).any() else percent(column) for column in at.T]
-        rows.append([f"{key[2]} ({len(groups[key])} seeds)", key[0], *cells])
-    return to_markdown(["top-1 % on test", "trained by", *(millions(b).replace(".00", "") for b in BUDGETS)], rows)
+        rows.append([f"{key[2]} ({counted(len(at), 'seed')})", key[0], *cells])
+    return to_markdown([what, "trained by", *_budget_columns()], rows)
+
+
+def ms_table(groups: Groups, keys: Sequence[Key]) -> str:
+    """Milliseconds at the same budgets, from the shares that leave at each exit: one image at a time / in batches."""
+    rows = []
+    for key in keys:
+        seeds = [[_ms_curve(key[2], one, batch).at(BUDGETS) for batch in BATCHES] for one in groups[key]]
+        rows.append([key[2], key[0], *(" / ".join(f"{ms:.2f}" for ms in each) for each in np.mean(seeds, axis=0).T)])
+    columns = [f"ms per image, one at a time / batches of {BATCHES[-1]}", "trained by", *_budget_columns()]
+    return to_markdown(columns, rows)
+
+
+def _ms_curve(name: str, one: Kept, batch: int) -> Curve:
+    found = {point[0]: mean_ms(name, point[3], batch) for point in reversed(one.network["curve"])}
+    costs, ms = zip(*sorted(found.items()), strict=True)
+    return Curve(costs, ms)
+
+
+def _budget_columns() -> list[str]:
+    return [millions(budget).replace(".00", "") for budget in BUDGETS]
 
 
 def as_good(groups: Groups, key: Key) -> str:
     """A cascade beside the largest single network of its way, at the least cost that is as good on held-out images."""
     largest = max((k for k in groups if k[:2] == (key[0], "single")), key=lambda k: groups[k][0].network["costs"][0])
     rows = []
-    for one, whole in zip(groups[key], groups[largest], strict=True):
+    singles_by_seed = {one.run["seed"]: one for one in groups[largest]}
+    for one in groups[key]:
+        whole = singles_by_seed[one.run["seed"]]
         wanted, seen = whole.network["held_out"][0], one.network["held_out_curve"]
         at = next((n for n, point in enumerate(seen) if point[1] >= wanted), len(seen) - 1)
         cost, top1, balance, shares = min(one.network["curve"], key=lambda p: abs(p[0] - seen[at][0]))
@@ -179,7 +202,8 @@ def middle_gain(groups: Groups, key: Key) -> str:
 
 
 COLOURS = {"single": "#7c8a98", "cascade": "#2a8f6d", "exits": "#d9601a"}
-MARKS = {"labels alone": ("--", "s"), "distilled from the mean": ("-", "o"), "distilled from the last": ("-.", "^")}
+PLAIN = "labels alone"
+MARKS = {PLAIN: ("--", "s"), "distilled from the mean": ("-", "o")}
 
 
 def draw(groups: Groups, keys: Sequence[Key], axes: Any) -> None:
@@ -190,26 +214,31 @@ def draw(groups: Groups, keys: Sequence[Key], axes: Any) -> None:
             for k, g in groups.items()
             if k[:2] == (way, "single")
         )
-        line, mark = MARKS[way]
+        line, mark = MARKS.get(way, ("-.", "d"))
         costs, top1 = np.array(own).T
         axes.plot(costs / 1e6, 100 * top1, line, marker=mark, color=COLOURS["single"], label=f"single networks, {way}")
+    others = [key for key in keys if key[1] == "exits" and key[0] != PLAIN]
     for key in keys:
         at = np.geomspace(max(one.curve().costs[0] for one in groups[key]), 4.2e8, 60)
         mean = np.mean([one.curve().at(at) for one in groups[key]], axis=0)
-        line = MARKS.get(key[0], (":", ""))[0]
-        axes.plot(at / 1e6, 100 * mean, line, color=COLOURS[key[1]], label=f"{key[2]}, {key[0]}")
+        if key in others:
+            label = f"{key[2]}, {len(others)} other ways of training" if key == others[0] else None
+            axes.plot(at / 1e6, 100 * mean, lw=0.8, color=COLOURS[key[1]], label=label)
+        else:
+            line = ":" if SHARED in key[2] else MARKS.get(key[0], ("-.", "d"))[0]
+            axes.plot(at / 1e6, 100 * mean, line, color=COLOURS[key[1]], label=f"{key[2]}, {key[0]}")
     axes.set_xlabel("mean mul-adds per image, millions")
     axes.set_ylabel("top-1 on test images, %")
     low = min(np.mean([o.network["test"][0] for o in g]) for k, g in groups.items() if k[1] == "single")
     axes.set_ylim(100 * low - 4, None)
-    axes.legend(loc="lower right", fontsize=7.5)
+    axes.figure.legend(loc="outside lower center", fontsize=8)
 
 
 def section(data: str, groups: Groups, cascades: Sequence[Key]) -> str:
     """Everything about one data set."""
     others = sorted(key for key in groups if key[1] != "single" and len(groups[key][0].run["networks"]) == 1)
     keys = [*cascades, *others]
-    save(Panels(f"photos-{data}", "", [partial(draw, groups, keys)], "wide"), PAGE.parent)
+    save(Panels(f"photos-{data}", "", [partial(draw, groups, keys)], "tall"), PAGE.parent)
     samples = next(iter(groups.values()))[0].run["samples"]
     found = "".join(f"- **{key[0]}**: {as_good(groups, key)} {middle_gain(groups, key)}\n" for key in cascades)
     return "\n".join(
@@ -219,6 +248,8 @@ def section(data: str, groups: Groups, cascades: Sequence[Key]) -> str:
             f"![Accuracy against mean mul-adds on {DATA[data]}](photos-{data}.png)\n",
             found,
             budgets_table(groups, keys),
+            *([budgets_table(groups, keys, "balanced top-1 % on test")] if data in UNBALANCED else []),
+            ms_table(groups, [key for key in keys if key[1] == "cascade" or key[0] == PLAIN]),
             singles_table(groups),
         ]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -11,13 +12,22 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.engines import pooled
 from helpers.training import settings
-from offramp import ExitNet, create_model, evaluate_run, with_exits
+from offramp import ExitNet, cascade, create_model, evaluate_run, with_exits
 from offramp.common.device import exact_float32
 from offramp.common.signals import Stopped
 from offramp.data import load_dataset
+from offramp.measuring.confidence import confidences
+from offramp.measuring.policy import Policy
 from offramp.models.collaboration import CollaborativeNet
+from offramp.models.fold import folded
 from offramp.models.weights import read_tensors
+from offramp.running.engines.onnx_engine import CUDA, OnnxEngine
+from offramp.running.engines.protocol import all_logits
+from offramp.running.engines.torch_engine import TorchEngine
+from offramp.running.export import onnx_stages
+from offramp.running.runtime import Runtime
 from offramp.runs.config import RunConfig, WeightingConfig, parse
 from offramp.runs.folder import read_metrics
 from offramp.training.cuda_graph import CapturedStep
@@ -187,15 +197,29 @@ class Draws(torch.nn.Module):
         return [head(self.drop(h)) for head, h in zip(self.heads, (first, second), strict=True)]
 
 
+def drawing_vit() -> ExitNet:
+    """A small ViT of timm with dropout in its attention and blocks that are left out by chance, cut in two."""
+    import timm
+
+    options = {"img_size": 32, "depth": 3, "embed_dim": 48, "num_heads": 3}
+    draws = {"attn_drop_rate": 0.3, "drop_path_rate": 0.3}
+    module = timm.create_model("vit_tiny_patch16_224", num_classes=4, **options, **draws)
+    return with_exits(module, 2, example=torch.zeros(2, 3, 32, 32), head="linear")
+
+
 def drawing_steps(
-    weighting: Weighting, settings: WeightingConfig | None, seeds: list[int]
+    weighting: Weighting,
+    settings: WeightingConfig | None,
+    seeds: list[int],
+    build: Callable[[], torch.nn.Module] = Draws,
 ) -> tuple[list[torch.Tensor], CapturedStep]:
-    """Captured steps of the network above on the same images; losses of every half, and what did them."""
+    """Captured steps of a network that draws on the same images; losses of every half, and what did them."""
     torch.manual_seed(0)
-    net = Draws().cuda()
+    net, side = build().cuda().train(), 2 if build is Draws else 32
     optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9, fused=True)
     stepper = CapturedStep(net, optimizer, Method(weighting, settings or WeightingConfig()))
-    images, labels = torch.randn(32, 3, 2, 2, device="cuda").repeat(2, 1, 1, 1), torch.arange(64, device="cuda") % 4
+    images = torch.randn(32, 3, side, side, device="cuda").repeat(2, 1, 1, 1)
+    labels = torch.arange(64, device="cuda") % 4
     losses = []
     for at, seed in enumerate(seeds):
         torch.manual_seed(seed)
@@ -214,8 +238,25 @@ def test_a_captured_step_draws_what_follows_from_the_seed() -> None:
     assert not torch.allclose(one[0], one[1], rtol=1e-2)  # the same images, drawn for apart
 
 
-@pytest.mark.parametrize("engine", ["forward_mode", "finite_difference"])
-def test_captured_passes_over_the_train_half_draw_alike(engine: str) -> None:
+def test_a_captured_step_of_a_vit_draws_what_follows_from_the_seed() -> None:
+    """Attention dropout and drop path; fused attention adds its gradients in any order, so nearly equal is equal."""
+    with exact_float32():
+        one, again, other = (
+            drawing_steps(UniformWeighting(), None, seeds, drawing_vit)[0]
+            for seeds in ([1, 2, 3], [1, 2, 3], [1, 5, 3])
+        )
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(one, again, strict=True))
+    assert torch.allclose(one[0], other[0], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(one[2], other[2], rtol=1e-2) and not torch.allclose(one[0], one[1], rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("engine", "build", "most"),
+    [("forward_mode", Draws, 1e-2), ("finite_difference", Draws, 0.5), ("forward_mode", drawing_vit, 5e-2)],
+)
+def test_captured_passes_over_the_train_half_draw_alike(
+    engine: str, build: Callable[[], torch.nn.Module], most: float
+) -> None:
     """The weight net learns from the meta-gradient of one mask: the captured engines agree on it."""
     moments = []
     for name in ("double_backward", engine):
@@ -223,10 +264,10 @@ def test_captured_passes_over_the_train_half_draw_alike(engine: str) -> None:
         settings = parse(WeightingConfig, given)
         weighting = LearnedWeighting(settings, Context(2, device=torch.device("cuda")))
         with exact_float32():
-            drawing_steps(weighting, settings, [1, 2, 3])
+            drawing_steps(weighting, settings, [1, 2, 3], build)
         moments.append(torch.cat([t.flatten() for n, t in weighting.tensors().items() if n.endswith(".exp_avg")]))
     assert moments[0].norm() > 0
-    assert (moments[0] - moments[1]).norm() < (1e-2 if engine == "forward_mode" else 0.5) * moments[0].norm()
+    assert (moments[0] - moments[1]).norm() < most * moments[0].norm()
 
 
 @pytest.mark.parametrize(
@@ -316,46 +357,69 @@ def test_training_on_the_gpu_learns_and_evaluates_as_the_cpu_does(
     np.testing.assert_allclose(gpu, cpu, atol=2e-4)
 
 
-def test_captured_stages_answer_as_plain_ones_do() -> None:
-    """CUDA graphs per stage and batch size give what the CPU gives, whatever the batch, alone and pooled."""
-    from offramp.measuring.policy import Policy
-    from offramp.models.fold import folded
-    from offramp.running.engines.torch_engine import TorchEngine
-    from offramp.running.pool import Pool, Ticket
-    from offramp.running.runtime import Runtime
+def cut_resnet() -> ExitNet:
+    return create_model("timm/test_resnet", 10, exits=3, image_size=32, head="chained")
 
+
+def two_sizes() -> ExitNet:
+    nets = [create_model("timm/test_resnet", 10, exits=n, image_size=size) for n, size in ((1, 24), (2, 32))]
+    return cascade(nets, [24, 32], carry=1.0)
+
+
+NETWORKS: dict[str, Callable[[], ExitNet]] = {
+    "msdnet5": lambda: create_model("msdnet5", num_classes=10),
+    "boosted": lambda: create_model("msdnet-tiny", 10, carry=0.5),
+    "cut": cut_resnet,
+    "cascade": two_sizes,
+}
+IMAGES = np.random.default_rng(0).normal(size=(300, 3, 32, 32)).astype(np.float32)
+
+
+def settled(name: str) -> ExitNet:
+    """A network whose BatchNorms have the statistics of these images, and whose heads are not too unsure; folded."""
     torch.manual_seed(0)
-    model = folded(create_model("msdnet5", num_classes=10).eval())
-    images = np.random.default_rng(0).normal(size=(300, 3, 32, 32)).astype(np.float32)
-    plain = TorchEngine(folded(model))
-    sure = []
-    with plain.active():
-        state = plain.begin(images[:100])
-        for k in range(1, 6):
-            verdict, state = plain.run(k, state)
-            sure.append(plain.judge(k, verdict)[0])
+    model = NETWORKS[name]().train()
+    for part in model.modules():
+        if isinstance(part, torch.nn.BatchNorm2d):
+            part.momentum = None
+    with torch.no_grad():
+        model(torch.from_numpy(IMAGES[:64]))
+        for head in model.heads:
+            getattr(head, "linear", head).weight.mul_(4)
+    return folded(model.eval())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_captured_stages_answer_as_plain_ones_do(name: str) -> None:
+    """CUDA graphs per stage and batch size give what the CPU gives, whatever the batch, alone and pooled."""
+    model = settled(name)
+    plain = TorchEngine(copy.deepcopy(model))
+    sure = confidences(all_logits(plain, IMAGES[:100]), "max_softmax")
     policy = Policy("q", None, tuple(float(np.median(own)) for own in sure[:-1]), 0.0, (), 0.0)
     near = np.min([np.abs(own - t) for own, t in zip(sure, policy.thresholds, strict=False)], axis=0) < 1e-4
-    costs = (1, 2, 3, 4, 5)
-    expected = Runtime(plain, policy, costs)(images[:100])
-    engine = TorchEngine(folded(model), device="cuda", graphs=True)
+    assert near.mean() < 0.5
+    costs = range(1, plain.num_exits + 1)
+    expected = Runtime(plain, policy, costs)(IMAGES[:100])
+    engine = TorchEngine(model, device="cuda", graphs=True)
     for size in (1, 7, 100):
         runtime = Runtime(engine, policy, costs)
-        found = [runtime(images[at : at + size]).exits for at in range(0, 100, size)]
+        found = [runtime(IMAGES[at : at + size]).exits for at in range(0, 100, size)]
         assert (np.concatenate(found)[:100] == expected.exits)[~near].all()
-    assert len(Runtime(engine, policy, costs)(images)) == 300  # more than any captured size
-    pool, left = Pool(engine, policy, 16, wait_s=60.0), []
-    for at in range(0, 100, 16):
-        rows = range(at, min(at + 16, 100))
-        pool.add(images[rows.start : rows.stop], [Ticket(row, 5) for row in rows])
-        while pool.ready():
-            left += pool.work()
-    while pool.waiting:
-        left += pool.work(flush=True)
-    exits = np.zeros(100, np.int64)
-    for one in left:
-        exits[one.ticket.key] = one.exit
+    assert len(Runtime(engine, policy, costs)(IMAGES)) == 300  # more than any captured size
+    exits = np.array([left.exit for left in pooled(engine, policy, IMAGES[:100], batch=16, arriving=16)])
     assert (exits == expected.exits)[~near].all()
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_onnx_runtime_answers_on_the_gpu_as_on_the_cpu(name: str) -> None:
+    ort = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    if CUDA not in ort.get_available_providers():
+        pytest.skip("the onnxruntime here has no CUDA provider; onnxruntime-gpu has")
+    stages = onnx_stages(settled(name))
+    cpu, gpu = (OnnxEngine(stages, device=device) for device in ("cpu", "cuda"))
+    assert gpu.place == "CUDA device 0"
+    np.testing.assert_allclose(all_logits(gpu, IMAGES[:64]), all_logits(cpu, IMAGES[:64]), rtol=1e-3, atol=1e-3)
 
 
 def test_images_on_their_way_may_be_written_to() -> None:

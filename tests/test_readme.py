@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
 from dataclasses import is_dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import pytest
 
 from helpers.runs import SMALL_RUN
 from offramp.cli import main
 from offramp.runs.config import RunConfig
+from offramp.runs.recipe import load_recipe
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -33,11 +38,68 @@ def test_the_python_runs(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out
 
 
+def blocks(kind: str) -> dict[str, str]:
+    """The block of a kind on each page that has one."""
+    found = [(page.name, re.findall(rf"```{kind}\n(.*?)```", page.read_text(), re.DOTALL)) for page in PAGES]
+    assert all(len(codes) <= 1 for _, codes in found)
+    return {name: codes[0] for name, codes in found if codes}
+
+
+def test_every_block_of_code_has_a_test() -> None:
+    """Python is run as it stands; what is called `py` is not, and has a test of its own below, as TOML has."""
+    kinds = {kind for page in PAGES for kind in re.findall(r"^```(\w+)$", page.read_text(), re.MULTILINE)}
+    assert kinds == {"python", "py", "shell", "toml"}  # commands in shell: tests/test_site.py
+    assert set(blocks("py")) == {"serving.md", "scaling.md"} and set(blocks("toml")) == {"recipes.md"}
+
+
+def test_the_recipe_of_ones_own_loads(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(blocks("toml")["recipes.md"])
+    assert load_recipe(str(tmp_path / "mine.toml")).config.train.epochs == 100
+
+
+def test_the_client_tries_again() -> None:
+    known: dict[str, Any] = {}
+    exec(compile(blocks("py")["serving.md"], "serving.md", "exec"), known)
+    said, asked = [503, 200], []
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(said[len(asked) - 1])
+            self.end_headers()
+            self.wfile.write(b'{"results": []}')
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Busy) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        answer = known["classify"](f"http://127.0.0.1:{server.server_port}", b"an image")
+        server.shutdown()
+    assert answer == {"results": []} and asked == [{"images": ["YW4gaW1hZ2U="]}] * 2
+
+
+def test_the_memory_of_keys_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(blocks("py")["scaling.md"].replace("10**6", "10**3"), "scaling.md", "exec"), {})
+    assert re.fullmatch(r"[\d.]+ bytes\n", capsys.readouterr().out)
+
+
+def prose_of(page: Path) -> str:
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link can name after `#`: headings, as GitHub and the site write them."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
 def test_every_link_leads_somewhere() -> None:
     for page in PAGES:
-        prose = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", prose):
-            assert (page.parent / target).exists(), (page.name, target)
+        for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", prose_of(page)):
+            place = page.parent / target if target else page
+            assert place.exists(), (page.name, target)
+            assert not anchor or anchor in anchors(place), (page.name, target, anchor)
 
 
 def test_every_setting_is_in_the_docs() -> None:

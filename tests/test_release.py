@@ -108,6 +108,19 @@ def test_the_core_alone(python: str, wheel: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_an_sdist_installs_what_the_wheel_does(built: Path, wheel: Path, tmp_path: Path) -> None:
+    own = Environment(tmp_path / "env")
+    (source,) = built.glob("*.tar.gz")
+    own.install(source)
+    assert run(own.offramp, "--version") == f"offramp {offramp.__version__}\n"
+    assert "digits-baseline" in run(own.offramp, "recipes")
+    place = Path(run(own.python, "-c", "import offramp; print(offramp.__path__[0])").strip())
+    files = {path.relative_to(place.parent).as_posix() for path in place.rglob("*") if path.is_file()}
+    packed = {name for name in names_in(wheel) if name.startswith("offramp/")}
+    assert {name for name in files if "__pycache__" not in name} == packed
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("python", PYTHONS)
 def test_onnx_alone(python: str, wheel: Path, tmp_path: Path) -> None:
     own = Environment(tmp_path / "env", python)
@@ -176,4 +189,6 @@ def test_a_verb_of_the_checkout_is_a_sentence_without_one() -> None:
 def test_the_version_is_the_same_everywhere() -> None:
     assert f"version: {offramp.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## {offramp.__version__}" in (ROOT / "CHANGELOG.md").read_text()
-    assert f"offramp-{offramp.__version__}-py3" in (ROOT / "docs" / "index.md").read_text()
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = [version for page in pages for version in re.findall(r"offramp-(\d[\w.]*)-py3", page.read_text())]
+    assert len(named) >= 6 and set(named) == {offramp.__version__}

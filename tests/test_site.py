@@ -16,10 +16,13 @@ import typer
 import offramp
 from helpers.browser import NEEDS_CHROMIUM, accessible, opened
 from offramp.cli.app import app, take_imports, with_ray_address
+from offramp.runs.config import with_settings
+from offramp.runs.recipe import load_recipe
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+NAMES = [str(page.relative_to(DOCS).with_suffix("")) for page in sorted(DOCS.rglob("*.md"))]
 
 
 @pytest.fixture(scope="module")
@@ -67,17 +70,25 @@ class TestInABrowser:
             assert {address.partition(":")[0] for address in page.requests} <= {"file", "data"}
             assert page.complaints == []
 
-    @pytest.mark.parametrize("width", [390, 1400])
-    @pytest.mark.parametrize("name", ["index", "fit", "api", "verbs/predict", "results", "results/photos", "faq"])
-    def test_a_page_is_accessible(self, site: Path, browser: Any, name: str, width: int) -> None:
-        with opened(browser, (site / f"{name}.html").as_uri(), width) as page:
-            assert accessible(page) == []
-
-    @pytest.mark.parametrize("name", ["index", "verbs/calibrate", "results"])
-    def test_a_page_fits_a_phone(self, site: Path, browser: Any, name: str) -> None:
+    @pytest.mark.parametrize("name", [*NAMES, "search", "genindex"])
+    def test_a_page_fits_a_phone_and_is_accessible_there(self, site: Path, browser: Any, name: str) -> None:
         with opened(browser, (site / f"{name}.html").as_uri(), 390) as page:
             assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
             assert page.complaints == []
+            assert accessible(page) == []
+
+    def test_words_in_a_picture_can_be_read_on_a_phone(self, site: Path, browser: Any) -> None:
+        with opened(browser, (site / "gallery.html").as_uri(), 390) as page:
+            pictures = page.query_selector_all(".picture.scrolls")
+            assert len(pictures) == 2
+            assert all(one.evaluate("(box) => box.scrollWidth >= 640 && box.tabIndex === 0") for one in pictures)
+
+    @pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1400, "light"), (1400, "dark")])
+    @pytest.mark.parametrize("name", ["index", "verbs/predict", "results/photos"])
+    def test_a_page_is_accessible(self, site: Path, browser: Any, name: str, width: int, scheme: str) -> None:
+        with opened(browser, (site / f"{name}.html").as_uri(), width) as page:
+            page.emulate_media(color_scheme=scheme)
+            assert accessible(page) == []
 
 
 def verbs() -> dict[str, Any]:
@@ -122,7 +133,10 @@ def test_a_command_that_a_page_shows_can_be_given(page: str, line: str) -> None:
     while hasattr(command, "commands"):
         assert words[0] in command.commands, line
         command, words = command.commands[words[0]], words[1:]
-    command.make_context(line, with_ray_address(words))  # an option that is not there, or a number that is none, raises
+    given = command.make_context(line, with_ray_address(words)).params  # an option that is not there raises
+    if {"recipe", "data_dir"} <= set(given):  # so does a recipe or a setting that is not there
+        config = with_settings(load_recipe(given["recipe"]).config, given["settings"] or [])
+        assert given["data_dir"] or config.data.name in ("digits", "stripes"), line
 
 
 def test_the_refusals_that_are_explained_are_those_of_the_code() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -10,6 +11,10 @@ import torch
 from helpers.runs import call
 from offramp.bench import finetune
 from offramp.models.registry import create_model
+from offramp.runs.config import WeightingConfig
+from offramp.training.cuda_graph import CapturedStep
+from offramp.training.method import Method
+from offramp.training.weighting import Context, new_weighting
 
 
 def test_rows_belong_together(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,3 +64,26 @@ def test_the_plain_loop_makes_the_same_updates(monkeypatch: pytest.MonkeyPatch) 
 def test_mistakes_are_sentences(name: str, batch: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         finetune.bench_finetune(name, batch=batch, device="cpu")
+
+
+def test_a_compiler_that_fails_leaves_the_other_rows(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(model: object) -> object:
+        def call(images: torch.Tensor) -> list[torch.Tensor]:
+            raise RuntimeError("no C compiler here\nmore")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", broken)
+    rows = finetune.bench_finetune("timm/test_resnet", 32, 2, 2, "cpu", repeats=1, silent=True)
+    assert [row.name for row in rows] == [finetune.EAGER, finetune.OURS, finetune.LEARNED]
+    assert "torch.compile failed, so its row is left out: no C compiler here" in caplog.text
+
+
+def test_a_step_that_is_not_captured_is_named() -> None:
+    model = create_model("timm/test_resnet", exits=2, image_size=32)
+    method = Method(new_weighting(WeightingConfig(), Context(2)))
+    step = CapturedStep(model, torch.optim.SGD(model.parameters(), 0.1), method)  # on a CPU nothing is captured
+    assert finetune._named(finetune.OURS, partial(step)) == "offramp, not captured"
+    assert finetune._named(finetune.EAGER, partial(print)) == finetune.EAGER

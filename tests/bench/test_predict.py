@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from helpers.runs import call
-from offramp.bench.predict import PredictRow, steady_rate
+from offramp.bench.predict import PredictRow, _cost, _images, steady_rate
 from offramp.scaling.parts import PartCount
 
 
@@ -23,6 +24,21 @@ def test_an_address_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     for words in ((), ("--ray", "h:1")):
         assert call(monkeypatch, "bench", "predict", *words) == 2
         assert "give --ray without an address" in capsys.readouterr().err
+
+
+def test_images_of_a_store_are_refused(
+    onnx_bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both ways read files of this machine."""
+    (tmp_path / "list.txt").write_text("memory://photos/a.png\n")
+    words = ("--ray", "--images", tmp_path / "list.txt")
+    assert call(monkeypatch, "bench", "predict", onnx_bundle, *words) == 2
+    assert "--images names files of this machine; " in capsys.readouterr().err
+
+
+def test_what_an_image_takes_is_measured(onnx_bundle: Path, tmp_path: Path) -> None:
+    source = _images(onnx_bundle, None, 300, tmp_path)
+    assert all(value > 0 for value in asdict(_cost(onnx_bundle, source, tmp_path)).values())
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from helpers.runs import call
 from offramp.bench.serve import LoadResult, ServeRow, bench_serve, cpu_seconds, serve_table, ways_to_serve
 
 
+@pytest.mark.slow
 def test_a_network_that_comes_trained_is_loaded_by_its_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -39,6 +40,15 @@ def test_no_time_is_refused_before_a_server_is_started(
     monkeypatch.setattr("offramp.bench.serve.running", None)  # would fail
     assert call(monkeypatch, "bench", "serve", "msdnet5-cifar100", "--seconds", seconds) == 2
     assert f"seconds must be a number above 0, got {seconds}" in capsys.readouterr().err
+
+
+def test_a_time_in_which_nothing_is_answered_measures_nothing(
+    onnx_bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("offramp.bench.serve.WARM_S", 0.1)
+    assert call(monkeypatch, "bench", "serve", onnx_bundle, "--seconds", "1e-9") == 2
+    told = capsys.readouterr()
+    assert "1 worker: no request was answered in" in told.err and "give more --seconds" in told.err and not told.out
 
 
 def test_processor_time_of_a_family_is_added_up() -> None:

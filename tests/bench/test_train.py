@@ -16,13 +16,18 @@ from offramp.bench.train import (
     ROWS,
     SECOND,
     SECOND_LEARNED,
+    WHOLE,
     bench_train,
     copied_bytes_per_s,
     lower_bound,
+    new_step,
+    what_is_trained,
+    what_to_bench,
     where_time_goes,
 )
 from offramp.models.cost import exit_costs
 from offramp.models.layers import ConvBNReLU
+from offramp.training.objectives import Distillation
 
 
 def test_every_row_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +73,7 @@ def test_an_odd_batch_is_refused() -> None:
 
 
 def test_where_the_time_goes_is_told() -> None:
-    spent = where_time_goes("learned, forward_mode", "eager", "msdnet-tiny", 8, "cpu", steps=1)
+    spent = where_time_goes("learned, forward_mode", "eager", what_to_bench("msdnet-tiny"), 8, "cpu", steps=1)
     assert any("convolution" in name for name, _, _ in spent[:5])
     assert [ms for _, _, ms in spent] == sorted((ms for _, _, ms in spent), reverse=True)
 
@@ -100,3 +105,19 @@ def test_the_lower_bound_counts_passes_and_bytes() -> None:
     assert found.baseline_bytes == (x + 3 * y) + 2 * x + 7 * y
     assert found.exact_bytes == 2 * (x + 3 * y) + 3 * (2 * x + 7 * y) + 2 * x + 5 * y
     assert copied_bytes_per_s(torch.device("cpu"), 8) > 0
+
+
+def test_a_recipes_own_way_of_training_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ("model.name=msdnet-tiny", "model.num_classes=10", "train.cutmix=1.0")
+    config = what_to_bench(None, "cifar100-msdnet5", settings)
+    model, _, objective = what_is_trained(BASELINE, config)
+    assert (model.carry, model.fork is not None) == (0.5, True) and isinstance(objective, Distillation)
+    step = new_step(BASELINE, "eager", config, 8, torch.device("cpu"), "auto")
+    method = step.args[2]  # type: ignore[attr-defined]
+    assert method.mixing is not None and step.args[1].defaults["nesterov"]  # type: ignore[attr-defined]
+    monkeypatch.setattr(benches, "peak_megabytes", lambda *_: 0.0)
+    rows = bench_train(config, 8, "cpu", repeats=1, only="one update")
+    assert [row.name for row in rows] == [WHOLE, BASELINE]
+    new_step("learned, forward_mode", "eager", config, 8, torch.device("cpu"), "auto")()
+    with pytest.raises(ValueError, match="bench train has no teacher to ask"):
+        what_to_bench("msdnet5", None, ("objective.name=distillation", "objective.options.source=teacher"))

@@ -12,6 +12,7 @@ import pytest
 
 from helpers.runs import SMALL_RUN
 from offramp.cli import main
+from offramp.cli.options import command, trying
 
 
 def offramp(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -26,6 +27,14 @@ def offramp(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, 
     code = left.value.code
     assert isinstance(code, int)
     return code, out, err
+
+
+def test_what_tries_a_bundle_can_be_copied(tmp_path: Path) -> None:
+    bundle = Path(__file__).parents[1] / "fixtures" / "0.1" / "bundle-onnx"  # of a version that put no photos into it
+    assert trying(bundle) == command("serve", bundle)
+    (tmp_path / "photo-1.png").write_bytes(b"")
+    assert trying(tmp_path) == command("predict", tmp_path, tmp_path / "photo-1.png")
+    assert trying(bundle, tmp_path) == command("predict", bundle, tmp_path)
 
 
 def test_info_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,6 +72,9 @@ def test_models_and_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> No
     ("words", "sentence"),
     [
         (("info", "msdnet55"), "did you mean 'msdnet5'?"),
+        (("info", "msdnet5-cifar10"), "did you mean 'msdnet5-cifar100'?"),
+        (("info", "runs/typo"), "runs/typo is not there"),
+        (("bench", "infer", "runs/typo"), "runs/typo is not there"),
         (("info", "msdnet5", "--image-size", "9"), "too small"),
         (("info", "msdnet5", "--num-classes", "1"), "num_classes must be"),
         (("info", "msdnet5", "--num-classes", "0"), "num_classes must be"),
@@ -79,6 +91,8 @@ def test_models_and_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> No
         (("train", "digits-baseline", "--out", "x", "--device", "tpu"), "use auto, cpu, cuda"),
         (("train", "cifar100-msdnet5-baseline", "--out", "x"), "give --data-dir"),
         (("eval", "nowhere"), "nowhere is not there"),
+        (("predict", "msdnet5-cifar100", "x.png", "--budget", "5"), "budget 5 is below exit 1's cost, 6.86M"),
+        (("calibrate", "x", "--budget", "1M", "--max-drop-points", "1"), "not for budget and max drop points"),
         (("--import", "no_such_module", "models"), "No module named 'no_such_module'"),
     ],
 )
@@ -160,6 +174,15 @@ def test_train_then_eval(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     assert code == 0 and "top-1 %" in out
     code, _, err = offramp(capsys, "train", "digits-baseline", "--out", run, *settings)
     assert code == 2 and "add --resume" in err
+
+
+def test_printed_commands_start_what_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offramp.cli.options.loaded", [])
+    monkeypatch.setattr(sys, "argv", [".venv/bin/offramp", "info"])
+    monkeypatch.setenv("PATH", "")
+    assert command("eval", "a run") == ".venv/bin/offramp eval 'a run'"
+    monkeypatch.setattr(sys, "argv", ["/lib/offramp/__main__.py"])
+    assert command("eval", "run") == "offramp eval run"
 
 
 def test_ctrl_c_is_answered_with_a_word(

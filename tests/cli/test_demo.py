@@ -11,13 +11,14 @@ import pytest
 from PIL import Image
 
 from offramp.cli.demo import comparison, run_demo, run_photos_demo
+from offramp.cli.options import command
 from offramp.common.files import read_json
 from offramp.data.listing import list_folder
 from offramp.reporting.groups import gather
 from offramp.reporting.shipped import find_shipped
 
 TINY = ("data.train=96", "data.calibration=60", "data.test=80", "train.epochs=1", "train.batch=32")
-PRICE = r"(for|and gains) [\d.]+ points of accuracy \(-?[\d.]+ to -?[\d.]+\)"
+PRICE = r"with [\d.]+ points (?:fewer|more) right \(95 %: [\d.]+ (?:fewer |more )?to [\d.]+ (?:fewer|more)\)"
 LEAD = rf"Leaving early saves (\d+) % of the compute {PRICE}, and is ([\d.]+) times as fast on this machine\."
 
 
@@ -33,6 +34,13 @@ def test_digits_lead_with_what_is_saved(tmp_path: Path, capsys: pytest.CaptureFi
     page = (folder / "report.html").read_text()
     assert "The policy that ships" in page and "stage times measured in batches of 80" in page
     assert (folder / "times.json").is_file() and len(list((folder / "images").iterdir())) == 4
+    assert f"more answers: {command('predict', folder / 'bundle', folder / 'images')}\n" in said
+
+
+def test_a_demo_that_cannot_be_written_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="cannot be written: .*; once it can, another demo begins anew"):
+        run_demo(tmp_path / "file", "cpu", TINY)
 
 
 def test_weightings_stand_with_their_spread() -> None:
@@ -44,6 +52,7 @@ def test_weightings_stand_with_their_spread() -> None:
     assert rows[1][4].startswith("+0.00 (-")
 
 
+@pytest.mark.slow
 def test_photos_go_through_fit_and_end_with_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("timm")
     folder = run_photos_demo(tmp_path, "cpu")
@@ -55,7 +64,9 @@ def test_photos_go_through_fit_and_end_with_a_prediction(tmp_path: Path, capsys:
     right = re.search(r"has ([\d.]+) % of 40", sentence)
     assert right and float(right[1]) > 60  # five classes, and features from ImageNet
     page = (folder / "report.html").read_text()
-    assert "<h1>clothes</h1>" in page and "stage times measured in batches of 1" in page
+    assert "<h1>clothes</h1>" in page
+    plain = read_json(folder / "fit.json")["chosen"]["family"] == "single"  # as fast, on a busy machine
+    assert plain or "stage times measured in batches of 1" in page
 
 
 def test_the_photos_are_few_small_and_of_a_named_source() -> None:

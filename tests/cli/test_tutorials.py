@@ -63,6 +63,7 @@ def test_a_loop_of_your_own(
     assert summary[0].top1 > 0.3 and summary[-1].top1 > 0.5  # it learned something
 
 
+@pytest.mark.slow
 def test_a_network_that_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

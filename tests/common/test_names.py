@@ -39,4 +39,6 @@ def test_the_name_that_was_meant(given: str, names: list[str], near: str | None)
 
 def test_of_many_names_the_near_ones_are_listed() -> None:
     names = [f"net{n}" for n in range(200)]
-    assert "Near: net19" in unknown("model", "nett19", names) and "there are 200" in unknown("model", "nett19", names)
+    said = unknown("model", "nett19", names)
+    assert "did you mean 'net19'? Also near: net1" in said and said.endswith("There are 200")
+    assert unknown("model", "banana", names).endswith("is unknown; no name is near it. There are 200")

@@ -105,6 +105,17 @@ def test_photos_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(seen) == len(set(seen)) == data.size("train") + data.size("calibration")
 
 
+def test_photos_lie_there_once(folder: Path) -> None:
+    """As one set of tensors; parts and what they are put together to would take twice the memory."""
+    data = photos(folder)
+    next(data.stream(4, 0, CPU))
+    (kept,) = (found for key, found in data._kept.items() if key[0] == "train")
+    ((squares, labels, widths),) = kept
+    assert squares.shape == (data.size("train"), 3, 32, 32) and len(labels) == len(widths) == len(squares)
+    assert labels.tolist() == data.splits["train"].labels.tolist()
+    assert sorted(set(widths.tolist())) == pytest.approx([40 / 60, 60 / 40])
+
+
 def test_it_is_for_photos_in_folders() -> None:
     with pytest.raises(ValueError, match="device-crop is for photos in folders, not for digits"):
         load_dataset("digits", augmentation="device-crop")

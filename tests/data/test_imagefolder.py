@@ -16,6 +16,7 @@ from PIL import Image
 from offramp import load_dataset
 from offramp.common.images import MAX_PIXELS
 from offramp.data.imagefolder import MEAN, ImageFolderDataset, readable
+from offramp.data.listing import most_unreadable
 from offramp.data.photos import PhotoAugmentation
 
 CPU = torch.device("cpu")
@@ -110,14 +111,16 @@ def test_one_unreadable_image_stops_no_small_split(image_folder: Writer) -> None
 
 def test_too_many_unreadable_images_stop_the_run(image_folder: Writer) -> None:
     root = image_folder(classes=2, train=30, val=30)
-    for i in range(3):
+    for i in range(6):
         (root / f"val/class0/val{i:03d}.png").write_bytes(b"not an image")
     data = load_dataset("imagefolder", data_dir=root, image_size=32, workers=0)
-    with pytest.raises(
-        ValueError,
-        match=r"3 images are unreadable, more than 1% of 120; .*: it is no image of a known kind\. Repair or",
-    ):
+    passed_over = r"6 of 120 images are unreadable, more than the 5 that are passed over"
+    with pytest.raises(ValueError, match=passed_over + r"; .*: it is no image of a known kind\. Repair or"):
         list(data.sweep("test", 16, CPU))
+
+
+def test_how_many_unreadable_images_are_passed_over() -> None:
+    assert [most_unreadable(images) for images in (8, 20, 75, 120, 500, 3000)] == [1, 2, 5, 5, 5, 30]
 
 
 def test_every_mode_becomes_rgb_and_exif_is_obeyed(tmp_path: Path) -> None:
@@ -135,7 +138,7 @@ def test_every_mode_becomes_rgb_and_exif_is_obeyed(tmp_path: Path) -> None:
 
 
 def test_bad_folders_are_refused(image_folder: Writer, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="needs a data directory"):
+    with pytest.raises(ValueError, match="nowhere is not there; imagefolder needs"):
         load_dataset("imagefolder", data_dir=tmp_path / "nowhere")
     with pytest.raises(ValueError, match="at least two classes"):
         load_dataset("imagefolder", data_dir=tmp_path)
@@ -162,8 +165,10 @@ def test_unreadable_files_are_counted_over_all_splits_and_named_once(
         assert sum(len(batch.labels) for batch in data.sweep("test", 8, torch.device("cpu"))) == 14
     assert caplog.text.count("unreadable image passed over (1 so far)") == 1
     assert "val000.png: it is no image of a known kind" in caplog.text
-    data.splits["calibration"].paths[0].write_bytes(b"no image either")
-    with pytest.raises(ValueError, match="2 images are unreadable, more than 1% of 75"):
+    for path in (*data.splits["calibration"].paths[:2], *data.splits["train"].paths[:3]):
+        path.write_bytes(b"no image either")
+    with pytest.raises(ValueError, match="6 of 75 images are unreadable, more than the 5"):
+        list(data.sweep("train", 8, torch.device("cpu")))
         list(data.sweep("calibration", 8, torch.device("cpu")))
 
 
@@ -223,6 +228,18 @@ def test_options_of_augmentations_that_do_not_fit(image_folder: Callable[..., Pa
         first_batch(folder, augmentation_options={"scale": 0.3})
     with pytest.raises(ValueError, match="trivial is for photos in folders, not for digits"):
         load_dataset("digits", augmentation="trivial")
+
+
+def test_copies_of_a_photo_are_in_one_fold(image_folder: Writer) -> None:
+    root = image_folder(classes=2, train=20, val=2)
+    for number in range(0, 20, 2):
+        twin = f"train{number + 1:03d}.png"
+        (root / "train/class0" / twin).write_bytes((root / f"train/class0/train{number:03d}.png").read_bytes())
+    for fold in (1, 2, 3, 4, 5):
+        data = load_dataset("imagefolder", data_dir=root, folds=5, fold=fold, workers=0)
+        assert isinstance(data, ImageFolderDataset)
+        held = {int(path.stem[-3:]) for path in data.splits["calibration"].paths if path.parent.name == "class0"}
+        assert held == {number ^ 1 for number in held}
 
 
 def test_folds_part_all_that_is_not_tested_on(image_folder: Writer) -> None:

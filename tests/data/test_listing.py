@@ -15,10 +15,12 @@ from PIL import Image
 
 from offramp import load_dataset
 from offramp.common import images
-from offramp.common.files import short_digest
+from offramp.common.files import sha256, short_digest
 from offramp.common.images import UnreadableImage, read_image
+from offramp.data import listing
 from offramp.data.label_table import LABELS
-from offramp.data.listing import FolderListing, folder_layout, list_folder
+from offramp.data.listing import FolderListing, first_twins, folder_layout, list_folder
+from offramp.data.splits import hold_out_share
 
 Writer = Callable[..., Path]
 
@@ -114,6 +116,68 @@ def test_classes_may_lie_deeper_in_a_lone_folder(pets: Path, tmp_path: Path, lev
     inner.rename(train / "photos")
     shutil.rmtree(outer / "pets-0", ignore_errors=True)
     assert list_folder(outer).class_names == ("cat", "dog")
+
+
+@pytest.mark.parametrize("names", [("training", "testing"), ("Train_Set", "test"), ("train set", "validation")])
+def test_splits_by_other_names_are_not_taken_as_classes(pets: Path, tmp_path: Path, names: tuple[str, str]) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(pets, root / names[0])
+    shutil.copytree(pets, root / names[1])
+    with pytest.raises(
+        ValueError, match=r"would have the class '\w+', which holds folders that look like classes \(cat, dog"
+    ):
+        list_folder(root)
+
+
+def test_a_test_folder_beside_classes_is_no_class(pets: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(pets, pets.with_name("copy"))
+    photo(pets / "test" / "unlabelled.png")
+    for number in range(3):
+        photo(pets / "test" / f"{number}.png")
+    assert list_folder(pets).class_names == ("cat", "dog", "test")
+    assert "pets/test is taken as a class; it would be a split beside a folder train/" in caplog.text
+    shutil.rmtree(pets / "test")
+    pets.with_name("copy").rename(pets / "test")
+    with pytest.raises(ValueError, match="would have the class 'test', which holds folders that look like classes"):
+        list_folder(pets)
+
+
+def test_folders_of_the_same_names_in_several_classes_are_said(pets: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They may be views of each class; or the classes, and what is above them years."""
+    for name in ("cat", "dog"):
+        photo(pets / name / name / "a.png")  # an archive in a folder of its name
+        photo(pets / name / "indoors" / "a.png")
+    assert list_folder(pets).class_names == ("cat", "dog") and not caplog.records
+    for name in ("cat", "dog"):
+        photo(pets / name / "outdoors" / "a.png")
+    list_folder(pets)
+    list_folder(pets)
+    assert caplog.text.count("hold folders of the same names (indoors, outdoors); if these are the classes") == 1
+
+
+@pytest.mark.parametrize("stray", ["__MACOSX/pets/._a.png", "preview.png", "README.txt", ".DS_Store"])
+def test_what_archives_hold_beside_their_folder(
+    pets: Path, tmp_path: Path, stray: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = list_folder(pets)
+    outer = tmp_path / "unpacked"
+    photo(outer / stray) if stray.endswith(".png") else (outer.mkdir(), (outer / stray).write_text(""))
+    pets.rename(outer / "pets")
+    assert list_folder(outer).identity == plain.identity
+    assert "1 (" in caplog.text and stray.split("/")[0] in caplog.text
+    photo(outer / "more.png")
+    photo(outer / "most.png")
+    with pytest.raises(ValueError, match="at least two classes"):  # these may be what is meant
+        list_folder(outer)
+
+
+def test_a_class_that_the_test_folder_lacks_is_named(image_folder: Writer) -> None:
+    root = image_folder(classes=3, train=10, val=3)
+    shutil.rmtree(root / "val" / "class1")
+    with pytest.raises(
+        ValueError, match="val has no folder for the class 'class1', which the training folder has; put"
+    ):
+        list_folder(root)
 
 
 def test_folders_inside_of_a_class_belong_to_it(pets: Path) -> None:
@@ -255,18 +319,65 @@ def test_two_classes_that_are_one_word_are_refused(pets: Path) -> None:
         list_folder(pets)
 
 
-def test_a_folder_that_may_not_be_opened_is_said_as_such(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["scandir", "listdir"])
+def test_a_folder_that_may_not_be_opened_is_said_as_such(
+    pets: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     """As root every folder opens, so the refusal is the operating system's, in its words."""
-    real = os.scandir
+    real = getattr(os, call)
 
-    def scandir(path: str | Path = ".") -> object:
+    def refusing(path: str | Path = ".") -> object:
         if Path(path).name == "dog":
             raise PermissionError(13, "Permission denied", str(path))
         return real(path)
 
-    monkeypatch.setattr(os, "scandir", scandir)
+    monkeypatch.setattr(os, call, refusing)
     with pytest.raises(ValueError, match=r"pets/dog may not be opened \(permission denied\); allow it"):
         list_folder(pets)
+
+
+def test_a_photo_that_may_not_be_opened_is_like_no_other(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos = [pets / "cat" / f"same{at}.png" for at in range(3)]
+    for path in photos:
+        photo(path)
+
+    def refusing(path: Path) -> str:
+        if path == photos[1]:
+            raise PermissionError(13, "Permission denied", str(path))
+        return sha256(path)
+
+    assert first_twins(photos).tolist() == [0, 0, 0]
+    monkeypatch.setattr(listing, "sha256", refusing)
+    assert first_twins(photos).tolist() == [0, 1, 0]
+
+
+def test_copies_stay_on_one_side(pets: Path) -> None:
+    """Whatever is held out, for the test or for calibration, has no copy among what is trained on."""
+    for name in ("cat", "dog"):
+        for at in range(20):
+            photo(pets / name / f"{at:02d}.png", at + 100 * (name == "dog"))
+            if at % 2:
+                shutil.copy(pets / name / f"{at:02d}.png", pets / name / f"{at:02d}-copy.png")
+    before = list_folder(pets).identity
+    for seed in range(5):
+        splits = list_folder(pets, seed).splits
+        digests = [{sha256(path) for path in split.paths} for split in splits.values()]
+        assert all(digests) and not set.intersection(*digests)
+        assert sum(map(len, digests)) == len(set.union(*digests))
+        assert sum(len(split.paths) for split in splits.values()) == 2 * 30
+    for copy in pets.glob("*/*-copy.png"):
+        copy.unlink()
+    plain = list_folder(pets)
+    assert plain.identity != before
+    held = hold_out_share(np.repeat([0, 1], 20), 0.2, 0, "test", ("cat", "dog"))[1]
+    assert [path.name for path in plain.splits["test"].paths] == [f"{row % 20:02d}.png" for row in held]
+
+
+def test_a_class_of_copies_alone_is_split_all_the_same(pets: Path) -> None:
+    for name in ("cat", "dog"):
+        for at in range(5):
+            photo(pets / name / f"{at:02d}.png")
+    assert all(len(split.paths) for split in list_folder(pets).splits.values())
 
 
 def test_what_is_not_used_is_said_once_with_counts_and_examples(pets: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +15,23 @@ import numpy as np
 import pytest
 import timm
 
+import offramp.fitting.fit as fitting
 import offramp.fitting.networks as networks
+import offramp.fitting.shipping as shipping
 from helpers.runs import SMALL_RUN, call
 from offramp import evaluate_run, load_bundle
 from offramp.common.signals import Stopped
 from offramp.fitting.candidates import reference_of, write_candidate
+from offramp.fitting.choice import Choice
 from offramp.fitting.features import answers, fitted
 from offramp.fitting.fit import stopped_in_own_words
+from offramp.fitting.fitted import replace_bundle
+from offramp.fitting.kept_plan import keep_plan, known_plan
 from offramp.fitting.plan import Member, Plan
 from offramp.fitting.recipes import recipe_config
+from offramp.fitting.saved import is_written
 from offramp.fitting.starting import chosen_backbones, starting_config
+from offramp.fitting.timing import Turns
 from offramp.measuring.confidence import Predictions
 from offramp.measuring.policy import outcome, read_policies
 from offramp.models.weights import write_tensors
@@ -40,8 +48,10 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def files_of(out: Path) -> dict[str, int]:
-    """When everything that was trained, and every array, was written."""
+def files_of(out: Path, only: str = "") -> dict[str, int]:
+    """When everything that was trained, and every array, was written; or only some files."""
+    if only:
+        return {str(path): path.stat().st_mtime_ns for path in out.glob(only)}
     runs = [path for path in out.glob("networks/*") if path.name in ("frozen", "tuned", "frozen-exits", "tuned-exits")]
     trained = [path for run in runs for path in (run / "model.safetensors", *run.glob("eval/*.json"))]
     kept = [*trained, *out.glob("features/*/*.npz")]
@@ -57,7 +67,7 @@ def test_from_photos_to_a_bundle_and_again(
     images, out = image_folder(classes=3, train=20, val=8), tmp_path / "fitted"
     assert call(monkeypatch, "fit", images, "--out", out, *TINY, *SIZES) == 0
     said = capsys.readouterr().out
-    assert "84 images of 3 classes, 28 each" in said and "warning: 24 test images" in said
+    assert "84 images of 3 classes, 20 of each to learn from" in said and "warning: 24 test images" in said
     assert (
         "test_efficientnet at 32 and 64 pixels; frozen features with linear heads, judged by 5-fold cross-validation"
         in said
@@ -92,7 +102,10 @@ def test_from_photos_to_a_bundle_and_again(
     assert asked["chosen"]["family"] in ("single", "cascade") and asked["test"]["mul_adds"] <= smallest * 1.001
     sentence = asked["sentence"]
     reference = "the single network test_efficientnet at 64 px"
-    assert re.search(rf"takes [\d.]+ ms per image on this machine, [\d.]+ times as fast as {reference}", sentence)
+    assert re.search(
+        rf"takes [\d.]+M mul-adds and [\d.]+ ms per image on this machine, [\d.]+ times as fast as {reference}",
+        sentence,
+    )
 
     words = ("--budget-ms", "1000", "--threads", "1", "--batch", "2")
     assert call(monkeypatch, "fit", images, "--out", out, *words, *TINY, *SIZES) == 0
@@ -105,11 +118,73 @@ def test_from_photos_to_a_bundle_and_again(
 
     assert call(monkeypatch, "predict", out / "bundle", images / "val") == 0
     assert call(monkeypatch, "fit", images, "--out", out, *TINY, *SIZES, "--quick") == 2
-    assert "was begun with other quick" in capsys.readouterr().err
+    assert "was begun with other options (--quick)" in capsys.readouterr().err
+    assert call(monkeypatch, "fit", images, "--out", out, *TINY, *SIZES, "--risk", "0.1") == 2
+    assert "judged by folds, which gives estimates; a promise needs some" in capsys.readouterr().err
     for label in range(3):
         shutil.copy(images / f"train/class{label}/train000.png", images / f"train/class{label}/x.png")
     assert call(monkeypatch, "fit", images, "--out", out, *TINY, *SIZES) == 2
-    assert "was begun with other data" in capsys.readouterr().err
+    assert "was begun with other photos to learn from" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_other_test_photos_are_answered_anew(
+    tmp_path: Path,
+    image_folder: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A changed test folder changes the accuracy and nothing else; one photo that cannot be read is passed over."""
+    images, out = image_folder(classes=2, train=12, val=4), tmp_path / "fitted"
+    command = ("fit", images, "--out", out, *TINY, "--set", "model.overrides.image_size=32", "--format", "torch")
+    command = (*command, "--set", "data.max_pixels=3000", "--set", "model.overrides.exits=2")
+    assert call(monkeypatch, *command) == 0
+    first, trained = read(out / "fit.json"), files_of(out, "features/*/train.npz")
+    assert first["test"]["top1"] > 0.9
+    for own, other in (("class0", "class1"), ("class1", "class0")):
+        for number in range(4):
+            shutil.copy(images / f"train/{other}/train00{number}.png", images / f"val/{own}/val00{number}.png")
+    (images / "val/class0/val000.png").write_bytes(b"no photo")
+    capsys.readouterr()
+    assert call(monkeypatch, *command) == 0
+    assert "the test photos have changed" in capsys.readouterr().out
+    second = read(out / "fit.json")
+    assert second["test"]["top1"] < 0.1 and second["test"]["samples"] == 7
+    assert second["families"] == first["families"] and files_of(out, "features/*/train.npz") == trained
+    assert call(monkeypatch, *command) == 0
+    said = capsys.readouterr().out
+    assert "have changed" not in said and "all networks are trained already" in said
+    (images / "train/class0/train000.png").write_bytes((images / "train/class0/train001.png").read_bytes())
+    assert call(monkeypatch, *command) == 2
+    assert "was begun with other photos to learn from" in capsys.readouterr().err
+
+
+def test_an_earlier_plan_serves_other_wishes(tmp_path: Path) -> None:
+    """A time that is not named again, a budget, and after a promise anything; never other photos or networks."""
+    member = Member("timm/a", 64, 1.0)
+    plan = Plan((member,), ("single",), True, 0, 8, 1, 0, "fifth", 60.0, 10.0)
+    key = {"photos": "abc", "backbones": ["timm/a"], "time": 1200.0, "quick": False, "device": "cpu"}
+    assert known_plan(tmp_path, key, "t", promise=True) is None
+    keep_plan(tmp_path, key, "t", plan)
+    for asked in (key, {**key, "time": None}):
+        assert known_plan(tmp_path, asked, "t", promise=False) == plan == known_plan(tmp_path, asked, "t", promise=True)
+    for name, other, words in (
+        ("photos", "abd", "photos to learn from"),
+        ("time", 60.0, r"options \(--time\)"),
+        ("quick", True, r"options \(--quick\)"),
+        ("backbones", [], r"options \(--backbone\)"),
+        ("device", "cuda", "devices"),
+    ):
+        with pytest.raises(ValueError, match=f"was begun with other {words}; go on with the same command"):
+            known_plan(tmp_path, {**key, name: other}, "t", promise=False)
+    for folds in ({"folds": 5}, {"tuned_folds": 5}):
+        keep_plan(tmp_path, key, "t", replace(plan, **folds))
+        with pytest.raises(ValueError, match="a promise needs some that have not seen the held-out photos"):
+            known_plan(tmp_path, key, "t", promise=True)
+    earlier = {"schema": 1, "key": {"backbones": ["timm/a"], "time": None, "promise": True}, "plan": plan.to_json()}
+    (tmp_path / "plan.json").write_text(json.dumps(earlier))  # as 0.2.0 left it
+    assert known_plan(tmp_path, {**key, "time": None}, "t", promise=False) == plan
+    assert read(tmp_path / "plan.json")["tested"] == "t" and read(tmp_path / "plan.json")["key"]["photos"] == "abc"
 
 
 def test_fine_tuning_shares_one_run(
@@ -118,22 +193,35 @@ def test_fine_tuning_shares_one_run(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Singles and cascades come apart from one run, exits start from the single network; all answer as saved."""
-    images, out = image_folder(classes=2, train=20, val=5), tmp_path / "fitted"
+    """Singles and cascades come apart from one run, exits start from the single network, all of it by folds.
+
+    Stopped before the answers of the folds are put together, the same command goes on.
+    """
+    images, out = image_folder(classes=2, train=10, val=5), tmp_path / "fitted"
     epochs = ("--set", "train.epochs=1", "--set", "train.batch=8", "--set", "data.augmentation=device-crop", "--anyway")
     params = tmp_path / "params.safetensors"
     write_tensors(params, timm.create_model("test_efficientnet").state_dict())
     own = ("--backbone", "timm/test_efficientnet", "--set", f"model.pretrained={params}", "--set", "data.workers=0")
+    put_together = networks._add_held_out
+    monkeypatch.setattr("offramp.fitting.plan.FOLDS", 2)
+    monkeypatch.setattr(networks, "_add_held_out", interrupted)
+    assert call(monkeypatch, "fit", images, "--out", out, *own, *SIZES, *epochs) == 130
+    assert not is_written(out / "networks/tuned") and is_written(out / "folds/2/tuned-exits")
+    monkeypatch.setattr(networks, "_add_held_out", put_together)
+    capsys.readouterr()
     assert call(monkeypatch, "fit", images, "--out", out, *own, *SIZES, *epochs) == 0
     said = capsys.readouterr().out
-    assert "then 1 epoch of fine-tuning, 1 more for the exits" in said
+    assert "then 1 epoch of fine-tuning, 1 more for the exits, 2 times on a part for cross-validation" in said
+    assert "splits: 20 to learn from and, by turns, to choose on, 10 kept for the test" in said and "fold 1" not in said
+    assert read(out / "fit.json")["held_out"]["samples"] == 20
     families = read(out / "fit.json")["families"]
     names = [family["name"] for family in families]
     at = "test_efficientnet at"
     assert {f"{at} 64 px", f"{at} 32 px", f"{at} 64 px, frozen features"} <= set(names) and "at 64 px" in names[0]
     assert f"{at} 32 px, then {at} 64 px, logits summed" in names and f"exits on {at} 64 px" in names
     pool = read_config(out / "networks/tuned")
-    assert pool.model.name == "cascade" and pool.data.options == {"folds": 5, "fold": 1}
+    assert pool.model.name == "cascade" and pool.data.calibration == 0
+    assert read_config(out / "folds/2/tuned").data.options == {"folds": 2, "fold": 2}
     assert pool.objective.name == "distillation" and pool.train.epochs == 1
     members = pool.model.overrides["members"]  # not the frozen networks, which have seen what is held out here
     assert [member["pretrained"] for member in members] == [str(params)] * 2
@@ -142,6 +230,11 @@ def test_fine_tuning_shares_one_run(
     assert str(exits.model.pretrained).endswith("networks/start") and exits.objective.name == "cross_entropy"
 
 
+def interrupted(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("folds", [True, False])
 def test_what_is_put_together_answers_as_it_was_judged(
     folds: bool, tmp_path: Path, image_folder: Callable[..., Path]
@@ -216,6 +309,8 @@ def test_whole_networks_by_folds(tmp_path: Path, image_folder: Callable[..., Pat
         own = read_outputs(tmp_path / f"out/folds/{fold}/tuned", "calibration")
         rows = np.searchsorted(held.index, own.index)
         assert len(rows) == 12 and np.array_equal(held.logits[:, rows], own.logits)
+        assert not (tmp_path / f"out/folds/{fold}/tuned/eval/test").exists()  # nobody asks for that
+    assert len(read_outputs(found.run, "test").labels) == 8
     assert read_config(found.run).data.calibration == 0
 
 
@@ -235,15 +330,29 @@ def test_backbones() -> None:
             chosen_backbones(asked, settings)
 
 
+@pytest.mark.slow
 def test_a_promise(tmp_path: Path, image_folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """It is about one network, so a fifth of the images is held out of its training, and nothing is done by folds."""
-    images, out = image_folder(classes=2, train=40, val=5), tmp_path / "promised"
-    assert call(monkeypatch, "fit", images, "--out", out, "--risk", "0.4", "--probability", "0.6", *TINY, *SIZES) == 0
+    images, out = image_folder(classes=2, train=100, val=5), tmp_path / "promised"
+    monkeypatch.setattr(shipping, "by_turns", lambda *args: Turns(1.0, 2.0, 3.0))
+    asked = ("--risk", "0.3", "--probability", "0.8")
+    assert call(monkeypatch, "fit", images, "--out", out, *asked, *TINY, *SIZES) == 0
     found = read(out / "fit.json")
-    assert found["held_out"] == {"samples": 16, "folds": 0} and "with probability 0.6" in found["asked"]
+    assert found["held_out"] == {"samples": 40, "folds": 0} and "with probability 0.8" in found["asked"]
     assert found["chosen"]["family"] != "single" and "summed" not in found["chosen"]["name"]
-    promise = read_policies(out / found["chosen"]["run"] / "policy.json").policy.promise
-    assert promise is not None and (promise.risk, promise.samples) == (0.4, 8)
+    policy = read_policies(out / found["chosen"]["run"] / "policy.json").policy
+    assert policy.promise is not None and (policy.promise.risk, policy.promise.samples) == (0.3, 20)
+    assert policy.mul_adds < found["reference"]["mul_adds"] and policy.promise.lost < 6
+
+    nothing = ("--risk", "0.01", "--probability", "0.99")  # that twenty images can certify; the same networks serve it
+    assert call(monkeypatch, "fit", images, "--out", out, *nothing, *TINY, *SIZES) == 0
+    found = read(out / "fit.json")
+    assert found["chosen"]["family"] == "single" and found["drop"]["points"] == 0
+    assert "itself (of nothing cheaper could that be promised on 40 held-out images)" in found["sentence"]
+    monkeypatch.setattr(fitting, "choose", lambda *args: Choice(2, 0, 0.0, (0.0, 1.0)))  # what certifies nothing
+    assert call(monkeypatch, "fit", images, "--out", out, *nothing, *TINY, *SIZES) == 0
+    again = read(out / "fit.json")
+    assert again["chosen"] == found["chosen"] and again["sentence"].split(" takes ")[0] in found["sentence"]
 
 
 def test_stopped_it_says_how_to_go_on(
@@ -273,6 +382,9 @@ def test_stopped_it_says_how_to_go_on(
     with pytest.raises(Stopped, match="the same command goes on") as stopped, stopped_in_own_words(out):
         raise Stopped(15, "stopped at step 3, saved; go on with the same command and --resume")
     assert stopped.value.signum == 15 and "--resume" not in str(stopped.value)
+    monkeypatch.setattr(sys, "argv", ["my_script.py", "--secret"])  # from Python
+    with pytest.raises(Stopped, match="and the same call goes on from there$"), stopped_in_own_words(out):
+        raise KeyboardInterrupt
 
 
 def test_a_recipe_is_trained_as_it_says(
@@ -322,8 +434,15 @@ def test_mistakes_are_told_before_anything_is_trained(
         assert call(monkeypatch, "fit", images, *words) == 2
         assert sentence in capsys.readouterr().err, words
     assert (tmp_path / "fitted/bundle/precious.txt").is_file() and not new.exists()
+    for name in ("single", "single.new", "bundle.new"):
+        other = tmp_path / name.replace(".", "-") / name
+        other.mkdir(parents=True)
+        assert call(monkeypatch, "fit", images, "--out", other.parent) == 2
+        assert f"{name} is there and is not a bundle" in capsys.readouterr().err.replace("\n", " ")
+    with pytest.raises(ValueError, match="single is there and is not a bundle"):
+        replace_bundle(tmp_path, tmp_path / "single/single", None)
     with pytest.raises(ValueError, match="nothing is no folder of images here, and no recipe"):
         recipe_config("nothing")
-    with pytest.raises(ValueError, match="did you mean 'digits-learned'"):
+    with pytest.raises(ValueError, match="did you mean the recipe 'digits-learned'"):
         recipe_config("digits-learnd")
     assert recipe_config("digits-learned") == load_recipe("digits-learned").config

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from offramp.measuring.policy import Policy
+from offramp.running.engines.protocol import Engine
+from offramp.running.pool import Left, Pool, Ticket
 
 
 def policy(*thresholds: float) -> Policy:
@@ -59,3 +61,16 @@ class Numbers:
 
 def numbered(count: int) -> np.ndarray:
     return np.arange(count, dtype=np.float32)[:, None, None, None].repeat(3, 1)
+
+
+def pooled(engine: Engine, policy: Policy, images: np.ndarray, batch: int = 8, arriving: int = 3) -> list[Left]:
+    """What a pool says of images that come a few at a time, in their order."""
+    pool, found = Pool(engine, policy, batch, wait_s=60.0), list[Left]()
+    for begin in range(0, len(images), arriving):
+        rows = range(begin, min(begin + arriving, len(images)))
+        pool.add(images[begin : rows.stop], [Ticket(row, engine.num_exits) for row in rows])
+        while pool.ready():
+            found += pool.work()
+    while pool.waiting:
+        found += pool.work(flush=True)
+    return sorted(found, key=lambda left: left.ticket.key)

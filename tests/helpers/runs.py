@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +11,12 @@ import pytest
 import torch
 
 from offramp.cli import main
+from offramp.common.signals import Stopped
 from offramp.models.weights import read_tensors
 from offramp.runs.config import RunConfig
-from offramp.training.train import train_run
+from offramp.runs.folder import PHASE1
+from offramp.training.loop import Setup
+from offramp.training.train import train_run, training
 
 Config = Callable[..., RunConfig]
 
@@ -37,12 +40,26 @@ def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     return int(left.value.code or 0)
 
 
+def stopped_halfway(config: RunConfig, run: Path) -> Path:
+    """Train until the first phase that is not half done has come so far, and stop it there as a signal would."""
+    caught: list[int] = []
+    half: int | None = None
+    with pytest.raises(Stopped):
+        for event in training(config, run, Setup(torch.device("cpu"), caught=caught), resume=True):
+            if event.total:
+                half, step = event.total // 2, event.done
+                half = half if step < half else None
+            else:
+                step += 1
+            if step == half:
+                caught.append(signal.SIGTERM)
+    return run
+
+
 def resumed(config: RunConfig, run: Path, again: Path) -> Path:
-    """A finished run, copied without its end and gone on with from the state before the last."""
-    shutil.copytree(run, again)
-    (again / "model.safetensors").unlink()
-    shutil.rmtree(again / "last")
-    (again / "last.1").rename(again / "last")
+    """A finished run once more, stopped in the middle of each of its phases and gone on with each time."""
+    for _ in range(1 + (run / PHASE1).is_dir()):
+        stopped_halfway(config, again)
     return train_run(config, again, device="cpu", resume=True)
 
 

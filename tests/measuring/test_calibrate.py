@@ -30,6 +30,7 @@ from offramp.measuring.policy import (
 from offramp.measuring.risk import halves, lost
 from offramp.measuring.sentences import policy_sentence
 from offramp.measuring.thresholds import Q_GRID, q_thresholds
+from offramp.reporting.groups import read_run
 from offramp.runs.outputs import SavedOutputs, read_outputs
 
 
@@ -161,7 +162,9 @@ def test_the_test_split_is_never_looked_at(run: Path) -> None:
         ({"q": 0.5, "risk": 0.1}, "one thing at a time, not for q and risk"),
         ({"max_drop_points": -1.0}, "0 or more"),
         ({"budget_ms": -1.0}, "above 0"),
-        ({"risk": 2.0}, "between 0 and 1"),
+        ({"risk": 2.0}, "risk must lie between 0 and 1, got 2; 2 % is 0.02"),
+        ({"risk": 0.02, "probability": 95}, "probability must lie between 0 and 1, got 95; 95 % is 0.95"),
+        ({"risk": 0.0}, "risk must lie between 0 and 1, got 0$"),
         ({"family": "serched"}, "searched"),
         ({"q": -1.0}, "q must be a number above 0"),
     ],
@@ -311,6 +314,24 @@ def test_folds_are_put_together_and_give_an_estimate_never_a_promise(run: Path, 
     other = replace(folds[1], logits=folds[1].logits[:2])
     with pytest.raises(ValueError, match="of different networks"):
         find_cross_fitted([folds[0], other], COSTS)
+
+
+def test_thresholds_carry_over_to_a_run_on_all_images(run: Path, tmp_path: Path) -> None:
+    """The run that they were found with held images out; the other one, trained in the same way, did not."""
+    whole = write_run(tmp_path / "whole", seed=3, calibration=0)
+    assert read_run(whole).policies is None
+    found = calibrate_run(run, PolicyRequest(budget_mul_adds=2e6), out=whole / "policy.json")
+    assert found.found_on == run.name and f"found with {run.name}, trained in this way" in policy_sentence(found)
+    read = read_run(whole)
+    assert read.policies == found and read.chosen and read_policies(whole / "policy.json") == found
+    on_test = outcome(read.predictions, found.policy.thresholds, found.costs)
+    assert on_test.cost == pytest.approx(2e6, rel=0.1) and read.curves["searched"].costs[0] < on_test.cost
+    other = write_run(tmp_path / "other", "digits-learned", calibration=0)
+    with pytest.raises(ValueError, match="only if both were trained in the same way"):
+        calibrate_run(run, out=other / "policy.json")
+    with pytest.raises(ValueError, match="a promise about risk needs images that the network itself never saw"):
+        calibrate_run(run, PolicyRequest(risk=0.1), out=whole / "policy.json")
+    assert calibrate_run(run, out=tmp_path / "policy.json").found_on is None
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 7])

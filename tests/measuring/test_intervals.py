@@ -207,16 +207,17 @@ def test_one_view_alone_would_not_do(view: str) -> None:
 
 @pytest.mark.parametrize("samples", SIZES)
 def test_promises_are_broken_no_more_often_than_promised(samples: int) -> None:
+    risk = 0.1 if samples > 20 else 0.3  # ten images certify no tenth
     broken = cheap = 0
     for seed in range(1000):
         given = world(samples, np.random.default_rng([samples, seed]))
         choosing, certifying = (given.rows(rows) for rows in halves(samples, 0))
         candidates = [(float(t),) for t in np.quantile(choosing.confidences[0], np.linspace(0, 1, 25))]
-        found, _ = certify(safe_to_cheap(choosing, COSTS, candidates), certifying, 0.1, 0.95)
+        found, _ = certify(safe_to_cheap(choosing, COSTS, candidates), certifying, risk, 0.95)
         cheap += found[0] < 1
-        broken += true_risk(found) > 0.1
+        broken += true_risk(found) > risk
     assert seldom(broken, 1000)
-    assert samples < 1000 or cheap > 900  # and not by never leaving
+    assert cheap > (900 if samples >= 1000 else 200)  # and not by never leaving
 
 
 RISK_ABOVE = np.append(np.cumsum((WORLD.right[1] & ~WORLD.right[0])[BY_CONFIDENCE][::-1])[::-1], 0) / WORLD.samples

@@ -52,18 +52,20 @@ def test_the_cut_network_computes_what_the_original_computes(family: nn.Module) 
     assert cut.num_exits == 3
     assert {id(p) for p in family.parameters()} <= {id(p) for p in cut.parameters()}
     twin = copy.deepcopy(family)
-    for samples in (2, 3):
+    for samples in (1, 2, 3, 5):
         family.eval(), cut.eval()
         with torch.no_grad():
             assert torch.equal(family(images(samples)), cut(images(samples))[-1])
-    compare_training(twin.train(), cut.train())
+    for samples in (3, 1, 5):  # running statistics go on from the batch before
+        compare_training(twin.train(), cut.train(), samples)
 
 
-def compare_training(twin: nn.Module, cut: CutNet) -> None:
+def compare_training(twin: nn.Module, cut: CutNet, samples: int) -> None:
     """Outputs, gradients and buffers after one pass in training mode, with the same draws."""
-    wanted = drawn(lambda: twin(images(3)))
-    found = drawn(lambda: cut.last(images(3)))
+    wanted = drawn(lambda: twin(images(samples)))
+    found = drawn(lambda: cut.last(images(samples)))
     assert torch.equal(wanted, found)
+    twin.zero_grad(), cut.zero_grad()
     wanted.square().sum().backward()
     found.square().sum().backward()
     own, buffers = dict(cut.named_parameters()), dict(cut.named_buffers())
@@ -154,6 +156,8 @@ def test_a_chained_head_reads_the_exit_before() -> None:
     assert model.carries
     assert not torch.equal(first[1], second[1])
     assert torch.equal(first[2], second[2])  # the network's own classifier reads none
+    model.heads[0].forward = None  # so it can be had alone
+    assert torch.equal(model.last(images()), first[2])
 
 
 def test_layouts_are_told_by_shape() -> None:
@@ -237,6 +241,24 @@ def test_nor_do_parts_or_heads_of_ones_own() -> None:
     assert bool((kept < 0).any()) and torch.equal(feature, kept) and torch.equal(state[0], kept)
 
 
+class LooksAtValues(nn.Module):
+    """What it writes into cannot be found out on a copy that has no values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu_() if float(x.detach().sum()) < 1e9 else x
+
+
+@torch.no_grad()
+def test_nor_do_those_that_decide_by_values() -> None:
+    model = ExitNet.from_parts([nn.Identity(), LooksAtValues()], [nn.Flatten(), nn.Sequential(LooksAtValues())])
+    for mode in (True, False):
+        feature, state = model.train(mode).advance(1, (images(2, 32),))
+        kept = feature.clone()
+        model.advance(2, state)
+        model.answer(2, feature, None)
+        assert bool((kept < 0).any()) and torch.equal(feature, kept) and torch.equal(state[0], kept)
+
+
 class Rows(nn.Module):
     """Plain rows of layers, as most people write them; it normalises its own images."""
 
@@ -267,23 +289,101 @@ class Draws(Rows):
         return super().forward(x if not self.training or random.random() < 0.5 else x.flip(3))
 
 
+class DrawsSeldom(Rows):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flip(3) if random.random() < 1e-9 else x)
+
+
+class DrawsArrays(Rows):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * float(np.random.rand()) if self.training else x)
+
+
+class DrawsAMask(Rows):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rand(3, 1, 1) if self.training else x)
+
+
+class HasItsOwnGenerator(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.rand(3, 1, 1, generator=self.draw) if self.training else x)
+
+
 class Counts(Rows):
     def forward(self, x: Tensor) -> Tensor:
         self.mean += 1
         return super().forward(x)
 
 
+DRAWS = "cannot be traced .it draws random numbers, which only modules that it calls may do.; build"
+
+
 @pytest.mark.parametrize(
     ("kind", "sentence"),
-    [(Draws, "draws random numbers in Python"), (Counts, "cannot be traced .it writes into its buffer mean.; build")],
+    [
+        (Draws, DRAWS),
+        (DrawsSeldom, DRAWS),
+        (DrawsArrays, DRAWS),
+        (DrawsAMask, DRAWS),
+        (HasItsOwnGenerator, "is another one each time it is called in training"),
+        (Counts, "cannot be traced .it writes into its buffer mean.; build"),
+    ],
 )
 def test_what_a_trace_would_do_only_once_is_refused(kind: type[Rows], sentence: str) -> None:
     module = kind()
-    before, state = module.mean, random.getstate()
+    before, state, drawn_next = module.mean, random.getstate(), torch.get_rng_state()
     with pytest.raises(CannotCut, match=sentence):
         with_exits(module, ["one"], example=images())
+    assert random.getstate() == state and torch.equal(torch.get_rng_state(), drawn_next)
     assert module.mean is before and torch.equal(before, Rows().mean)
-    assert random.getstate() == state
+
+
+class WritesUnderAView(Rows):
+    """In training: the view and what it looks at lie in the state, and parting them would change the view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(x)
+        view, y = x.flatten(2), self.two(x)
+        if self.training:
+            x.add_(1)
+        return self.fc(self.three(y).mean((2, 3)) + view.repeat(1, 2, 1).mean(2))
+
+
+class Watches(Rows):
+    """A module sees the logits, and nobody reads what it says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.watch = nn.BatchNorm1d(5, momentum=None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = super().forward(x)
+        self.watch(logits)
+        return logits
+
+
+@pytest.mark.parametrize("kind", [WritesUnderAView, Watches])
+def test_what_would_be_lost_in_training_alone_is_refused(kind: type[Rows]) -> None:
+    module = kind()
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(CannotCut, match="answers otherwise in training once it is cut"):
+        with_exits(module, ["two"], example=torch.zeros(1, 3, SIZE, SIZE))
+    assert all(torch.equal(t, before[name]) for name, t in module.state_dict().items())
+
+
+class DrawsWithin(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if random.random() < 0.5 or not self.training else x.flip(3)
+
+
+def test_modules_that_are_called_may_draw_as_they_like() -> None:
+    module = Rows()
+    module.one.append(DrawsWithin())
+    assert with_exits(module, ["one"], example=images()).num_exits == 2
 
 
 class KeepsAverage(Rows):
@@ -361,8 +461,9 @@ class Measures(InPlace):
 
 @pytest.mark.parametrize(("kind", "sentence"), [(Branches, "cannot be traced"), (Measures, "answers otherwise")])
 def test_a_forward_that_cannot_be_cut_is_refused(kind: type[nn.Module], sentence: str) -> None:
-    with pytest.raises(CannotCut, match=sentence):
-        with_exits(kind(), ["first"], example=images())
+    for example in (images(), images(1), torch.zeros(1, 3, SIZE, SIZE)):  # of which much would do the same
+        with pytest.raises(CannotCut, match=sentence):
+            with_exits(kind(), ["first"], example=example)
 
 
 @pytest.mark.parametrize("name", ["regnet_y_400mf", "vit_b_16", "googlenet", "mobilenet_v3_small", "mnasnet0_5"])

@@ -79,3 +79,5 @@ def test_a_head_of_ones_own_may_read_the_exit_before() -> None:
     first, second = model(images())
     feature = stages[1](stages[0](images())).mean((2, 3))
     assert torch.equal(second, model.heads[1].linear(feature) - first)
+    second.sum().backward()
+    assert all(p.grad is None for p in model.heads[0].parameters())  # what it reads is not trained by it

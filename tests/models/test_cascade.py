@@ -86,6 +86,30 @@ def test_a_member_gets_the_mean_and_deviation_it_was_trained_with() -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_the_last_answer_needs_the_last_network_alone() -> None:
+    small, large = single(24), create_model("timm/resnet18", 5, exits=2, image_size=32, head="chained")
+    model = cascade([small, large], SIZES).train()
+    before = {name: t.clone() for name, t in small.state_dict().items()}
+    model.last(images())
+    assert all(torch.equal(t, before[name]) for name, t in small.state_dict().items())  # running statistics too
+    assert torch.equal(model.eval().last(images()), model(images())[-1])
+    assert torch.equal(large.last(images()), large(images())[-1])
+
+
+def test_a_trained_network_that_does_not_tell_its_normalisation_stays_among_its_like(tmp_path: Path) -> None:
+    """Images would reach it normalised as the other ones'."""
+    ours, theirs = (
+        net.save(tmp_path / net.spec.name.replace("/", "-")) for net in (create_model("msdnet-tiny", 5), single(24))
+    )
+    trained, theirs = load_model(ours), load_model(theirs)
+    with pytest.raises(ValueError, match="network 2 of the cascade does not say how its images are normalised"):
+        cascade([theirs, trained], SIZES)
+    cascade([trained, trained], SIZES)
+    fresh = cascade([single(24), create_model("msdnet-tiny", 5)], SIZES)  # both learn from what they get
+    assert load_model(fresh.save(tmp_path / "fresh")).num_exits == 4
+
+
 class Resized(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -196,3 +196,12 @@ def test_ranet_refuses_what_it_cannot_build() -> None:
 def test_from_parts_wants_a_head_per_stage() -> None:
     with pytest.raises(ValueError, match="one head per stage"):
         ExitNet.from_parts([nn.Identity()], [])
+
+
+def test_costs_do_not_depend_on_the_precision() -> None:
+    for build in (lambda: create_model("msdnet-tiny"), lambda: from_parts_with_biases()):
+        assert exit_costs(build().double()) == exit_costs(build())
+
+
+def from_parts_with_biases() -> ExitNet:
+    return ExitNet.from_parts([nn.Conv2d(3, 4, 3)], [nn.Sequential(nn.Flatten(), nn.Linear(3600, 5))])

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from offramp import create_model
+from offramp import create_model, load_model
 from offramp.common.pretrained import DEFAULT_BACKBONE
 from offramp.models import libraries
 from offramp.models.libraries import EMBEDDED
@@ -60,9 +60,7 @@ def test_a_larger_network_is_refused_and_a_little_more_is_named(
     resnet: nn.Module, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_file(timm.create_model("resnet34", num_classes=7).state_dict(), tmp_path / "b.safetensors")
-    with pytest.raises(
-        ValueError, match="96 of its 218 tensors are of another network, backbone.layer1.2.bn1.bias for"
-    ):
+    with pytest.raises(ValueError, match="96 of its 218 tensors are of another network, layer1.2.bn1.bias for"):
         create_model("timm/resnet18", 7, pretrained=tmp_path / "b.safetensors", **BUILT)
     save_file({**resnet.state_dict(), "aux.weight": torch.zeros(3)}, tmp_path / "c.safetensors")
     create_model("timm/resnet18", 7, pretrained=tmp_path / "c.safetensors", **BUILT)
@@ -75,11 +73,46 @@ def test_heads_that_came_trained_are_known(resnet: nn.Module, tmp_path: Path) ->
     assert same.trained_exits == {3} and not other.trained_exits
     whole = create_model("timm/resnet18", 7, pretrained=same.save(tmp_path / "run"), **BUILT)
     assert whole.trained_exits == {1, 2, 3} and not create_model("timm/resnet18", 7, **BUILT).trained_exits
+    named = create_model("timm/resnet18", 7, pretrained=tmp_path / "run" / "model.safetensors", **BUILT)
+    assert named.trained_exits == load_model(tmp_path / "run").trained_exits == {1, 2, 3}
+    assert all(map(torch.equal, answers(named), answers(same)))
+
+
+def test_a_classifier_that_is_no_head_may_stay_fresh_too(tmp_path: Path) -> None:
+    """DeiT answers with the mean of two."""
+    name, options = "deit_tiny_distilled_patch16_224", {"depth": 2}
+    save_file(timm.create_model(name, num_classes=7, img_size=SIZE, **options).state_dict(), tmp_path / "a.safetensors")
+    for classes, trained in ((7, {2}), (5, set())):
+        model = create_model(
+            f"timm/{name}", classes, exits=2, image_size=SIZE, options=options, pretrained=tmp_path / "a.safetensors"
+        )
+        assert model.trained_exits == trained
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "trained"),
+    [("resnet18", 1000, {1}), ("resnet18", 7, set()), ("vit_tiny_patch16_224.augreg_in21k", 1000, set())],
+)
+def test_a_librarys_own_classifier_is_known_by_the_classes_it_was_trained_on(
+    name: str, classes: int, trained: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = timm.create_model
+    monkeypatch.setattr("timm.create_model", lambda own, pretrained=False, **given: build(own, **given))  # no hub
+    assert create_model(f"timm/{name}", classes, exits=1, pretrained=True).trained_exits == trained
+
+
+@pytest.mark.parametrize("exits", [1, 4])
+def test_a_file_whose_names_are_others_is_read_in_order(exits: int) -> None:
+    path = EMBEDDED[DEFAULT_BACKBONE].path()
+    given, whole = (create_model(DEFAULT_BACKBONE, exits=exits, pretrained=p, image_size=SIZE) for p in (path, True))
+    assert torch.equal(answers(given)[-1], answers(whole)[-1]) and given.trained_exits == whole.trained_exits == {exits}
+    other = create_model(DEFAULT_BACKBONE, 7, exits=exits, pretrained=path, image_size=SIZE)
+    assert torch.equal(other.backbone.bn2.running_var, whole.backbone.bn2.running_var) and not other.trained_exits
 
 
 def test_what_does_not_fit_is_named(resnet: nn.Module, tmp_path: Path) -> None:
     save_file(resnet.state_dict(), tmp_path / "a.safetensors")
-    with pytest.raises(ValueError, match="does not fit the model: it lacks backbone"):
+    with pytest.raises(ValueError, match="does not fit the model: it lacks layer1.2"):
         create_model("timm/resnet34", 7, pretrained=tmp_path / "a.safetensors", **BUILT)
     with pytest.raises(ValueError, match="is not there; pretrained takes true, a file or the folder"):
         create_model("timm/resnet18", 7, pretrained="nowhere.pth", **BUILT)

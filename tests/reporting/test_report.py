@@ -111,7 +111,8 @@ def test_one_run_alone_says_what_leaving_early_saves(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     text = headline(gather([run]))
     assert re.match(
-        r"Leaving early saves \d+ % of the compute, for [\d.]+ points of accuracy \(-?[\d.]+ to [\d.]+\): [\d.]+ % of "
+        r"Leaving early saves \d+ % of the compute, with [\d.]+ points fewer right \(95 %: [\d.]+ (more )?to [\d.]+ "
+        r"fewer\): [\d.]+ % of "
         r"500 test images are right \([\d.]+ to [\d.]+ %\) at \S+ mul-adds per image; the "
         r"whole network has [\d.]+ % at 5.00M",
         text,

@@ -338,6 +338,20 @@ def test_a_setting_is_named_where_it_is_not_the_papers() -> None:
     ]
 
 
+def test_a_way_of_training_is_named_whichever_recipe_it_comes_from() -> None:
+    """The default recipe, and the plain one with the same settings, are one thing; the plain one is another."""
+    strong = load_recipe("cifar100-msdnet5").config
+    settings = ["model.overrides.carry=0.5", "objective.name=distillation", "objective.options.source=mean"]
+    settings += ["train.batch=512", "train.weight_decay=5e-4", "train.nesterov=true", "train.fork=equilibrium"]
+    same = with_settings(load_recipe("cifar100-msdnet5-baseline").config, settings)
+    labels = [label([StoredRun(Path(), config, None, [], {}, "")]) for config in (strong, same)]
+    assert labels[0] == labels[1] and "carry=0.5, objective.name=distillation" in labels[0]
+    larger = label([StoredRun(Path(), load_recipe("cifar100-msdnet7").config, None, [], {}, "")])
+    assert larger == labels[0].replace("msdnet5", "msdnet7")
+    command = train_command([StoredRun(Path(), strong, None, [], {}, "")])
+    assert command.startswith("offramp train cifar100-msdnet5 --data-dir DATA") and "--set" not in command
+
+
 def test_what_training_fills_in_is_no_change_of_the_recipe() -> None:
     both = ("imta.equilibrium", "imta.collaboration")
     config = with_settings(load_recipe("digits-baseline").config, [f"{name}=true" for name in both])
@@ -446,6 +460,29 @@ def test_cost_is_in_baseline_epochs(results: Path, tmp_path: Path) -> None:
         assert words in write_page(results, tmp_path / "page.md").read_text()
 
 
+def test_a_teacher_costs_too() -> None:
+    taught = with_settings(load_recipe("digits-baseline").config, ["objective.options.source=teacher"])
+    epochs = taught.train.epochs
+    assert baseline_epochs(taught, {}) is None and baseline_epochs(taught, {"teacher": 1.5}) == 1.5 * epochs
+
+
+def test_conventional_training_of_equal_cost_stands_beside(results: Path, tmp_path: Path) -> None:
+    """Twice the epochs, where a learned epoch takes two: its gain is told apart from that of mere training."""
+    for run in sorted(results.glob("1-main/digits-baseline*")):
+        other = run.with_name(run.name.replace("-seed", "-epochs=10-seed"))
+        shutil.copytree(run, other)
+        table = json.loads((other / "config.json").read_text())
+        table["train"]["epochs"] *= 2
+        (other / "config.json").write_text(json.dumps(table))
+    epochs = 2 * load_recipe("digits-baseline").config.train.epochs
+    name = f"minus baseline of {epochs} epochs, which cost as much"
+    for ratio, there in ((2.0, True), (2.5, False)):
+        (results / "1-main/section.toml").write_text(f"{ABOUT}[ratios]\nexact = {ratio}\n")
+        page = write_page(results, tmp_path / "page.md").read_text()
+        assert (name in page) == there and "learned weights, msdnet-tiny" in page
+    assert page.count("minus baseline, 2 seeds") == 1
+
+
 def test_mistakes_are_sentences(results: Path, tmp_path: Path) -> None:
     kept = next(results.glob("1-main/digits-learned*"))
     shutil.copytree(kept, results / "2-other" / kept.name)
@@ -530,7 +567,11 @@ def test_several_pages_have_a_short_one_before_them(results: Path, tmp_path: Pat
     for change, sentence in (
         (('runs = "1-main/digits-learned*"', 'runs = "2-none/*"'), "no evaluated run matches"),
         (('intro = "What was measured."', ""), "cannot be used: 'intro'"),
+        (("1-main/digits-learned*", "1-main/digits-*"), r"calibrate HELD --out RUN/policy\.json"),
     ):
+        if "HELD" in sentence:
+            write_run(tmp_path / "whole", "digits-learned", calibration=0)
+            keep_run(tmp_path / "whole", results / "1-main")
         (results / "pages.toml").write_text(PAGES.replace(*change))
         with pytest.raises(ValueError, match=sentence):
             write_page(results, out)

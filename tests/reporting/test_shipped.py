@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from helpers.saved import COSTS, write_run
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run
-from offramp.measuring.intervals import paired_interval, proportion_interval
+from offramp.measuring.intervals import paired_interval, proportion_interval, right_interval
 from offramp.reporting import report_tables as tables
 from offramp.reporting.fitted import families_chart, find_fit, read_fit
 from offramp.reporting.groups import gather
@@ -25,7 +25,6 @@ from offramp.reporting.shipped import (
     hardest_images,
     losing_classes,
     read_times,
-    right_interval,
 )
 
 
@@ -70,7 +69,7 @@ def test_the_chosen_policy_ships(run: Path, tmp_path: Path) -> None:
     assert cells[0] == f"{100 * shipped.right.mean():.2f}" and theirs[2:] == ["5.00M", "100"]
     text = headline(gather([run]))
     assert text.startswith(
-        f"Leaving early (the policy that ships) saves {100 * shipped.saved:.0f} % of the compute, for "
+        f"Leaving early (the policy that ships) saves {100 * shipped.saved:.0f} % of the compute, with "
     )
     assert f"{100 * low:.1f} to {100 * high:.1f} %" in text
 
@@ -195,7 +194,7 @@ def test_what_fit_tried_comes_first(run: Path, tmp_path: Path) -> None:
     page = found.page.read_text()
     assert found.answer == "It is <good>." and "<h1>My photos</h1>" in page and "Few zebras." in page
     assert page.index('id="figure-families"') < page.index('id="figure-accuracy"')
-    assert "against milliseconds per image" in page and "Chosen: four, 85.0 % at 200.00M mul-adds, 4 ms" in page
+    assert "against milliseconds per image" in page and "Chosen: four, 85.0 % (83.0 to 87.0 %) at 200.00M" in page
     rows = (found.files / "families.csv").read_text().splitlines()
     assert len(rows) == 6 and [row.endswith("chosen") for row in rows[1:]] == [False] * 4 + [True]
     value = a_fit()
@@ -207,8 +206,21 @@ def test_what_fit_tried_comes_first(run: Path, tmp_path: Path) -> None:
 def test_what_ships_stands_beside_the_single_network(run: Path, tmp_path: Path) -> None:
     single = {"name": "at 96 px", "run": "s", "mul_adds": 4e8, "ms": 6.0, "top1": 0.9}
     tested = {"top1": 0.89, "interval": [0.8, 0.95], "samples": 100, "mul_adds": 2e8, "ms": 4.0}
-    (tmp_path / "fit.json").write_text(json.dumps(a_fit(reference=single, test=tested)))
-    rows = (write_report([run], tmp_path / "report.html").files / "shipped.csv").read_text().splitlines()
+    tested |= {"drop": 1.0, "drop_interval": [-3.5, 5.25]}
+    chosen = {"held_out": {"samples": 400, "folds": 5}, "drop": {"points": 0.25, "interval": [-0.1, 0.6]}}
+    (tmp_path / "fit.json").write_text(json.dumps(a_fit(reference=single, test=tested, **chosen)))
+    report = write_report([run], tmp_path / "report.html")
+    assert (
+        "An estimate by 5-fold cross-validation, from the 400 held-out images that it was chosen on: it has 0.25 "
+        "points fewer right (95 %: 0.10 more to 0.60 fewer) than the single network; the interval allows for the "
+        "choice." in report.page.read_text()
+    )
+    chosen["drop"]["certified_on"] = 200
+    (tmp_path / "fit.json").write_text(json.dumps(a_fit(reference=single, test=tested, **chosen)))
+    report = write_report([run], tmp_path / "report.html")
+    assert "On the 200 held-out images that certify the promise, it has 0.25 points" in report.page.read_text()
+    rows = (report.files / "shipped.csv").read_text().splitlines()
+    assert ",-1.00 (-5.25 to +3.50),200.00M" in rows[1] and ",–,400.00M" in rows[2]
     assert rows[1].startswith("four,89.0,") and rows[1].endswith("200.00M,50,4,1.50")
     assert rows[2].startswith("at 96 px,90.0,") and rows[2].endswith("400.00M,100,6,1.00")
     (tmp_path / "fit.json").write_text(json.dumps(a_fit()))  # by an earlier version: the policy beside its own network
@@ -230,14 +242,20 @@ def test_of_each_kind_the_best_at_every_cost_is_drawn(tmp_path: Path) -> None:
     assert [text.get_text() for text in axes.texts] == ["at 96 px"]
     low, high = axes.get_ylim()
     assert 0 < low < 71.3 and high > 88  # the intervals are on it
-    assert "4 networks were tried. one network: 73.3 % at 70.00M. cascade: 80.0 % at 90.00M to 86.0 %" in chart.words
+    assert "4 networks were tried. one network: 73.3 % (71.3 to 75.3 %) at 70.00M. cascade: 80.0 %" in chart.words
 
 
 def test_the_fit_is_looked_for_around_the_run(run: Path, tmp_path: Path) -> None:
+    """It is about the run that it chose; another one beside that has a report of its own."""
     assert find_fit([run]) is None
-    (run / "fit.json").write_text(json.dumps(a_fit()))
+    (tmp_path / "fit.json").write_text(json.dumps(a_fit()))
     found = find_fit([run])
     assert found is not None and found.point.top1 == 0.85
+    other = write_run(tmp_path / "runs/other")
+    calibrate_run(other)
+    assert find_fit([other]) is None and find_fit([other, run]) is not None
+    report = write_report([other], tmp_path / "other.html")
+    assert "It is <good>." not in report.answer and "My photos" not in report.page.read_text()
 
 
 @pytest.mark.parametrize("changes", [{"schema": 9}, {"families": 3}, {"chosen": {}}, {"chosen": None}])

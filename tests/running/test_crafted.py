@@ -247,6 +247,16 @@ def test_a_network_that_would_be_fetched_is_refused(
         load_bundle(vouched(torch_bundle, tmp_path / "copy", card_with(model=spec)), device="cpu")
 
 
+@pytest.mark.parametrize(
+    "members",
+    [5, "msdnet-tiny", [5], [{}], [{"name": "x", "overrides": 5}], [[["name", "msdnet-tiny"], ["pretrained", "/x"]]]],
+)
+def test_members_that_are_none_are_a_sentence(members: object, torch_bundle: Path, tmp_path: Path) -> None:
+    spec = {"name": "cascade", "num_classes": 10, "overrides": {"members": members, "image_sizes": [32]}}
+    with pytest.raises(ValueError, match="members of 'cascade' must be tables with a name and, if any, overrides"):
+        load_bundle(vouched(torch_bundle, tmp_path / "copy", card_with(model=spec)), device="cpu")
+
+
 def test_a_package_to_install_is_one_that_builds_networks(torch_bundle: Path, tmp_path: Path) -> None:
     for at, packages in enumerate(({"evil": "1.0"}, {"timm": "1.0' evil"}, {"timm": "--index-url=http://evil"})):
         folder = vouched(torch_bundle, tmp_path / str(at), card_with(packages=packages))

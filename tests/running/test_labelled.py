@@ -123,7 +123,7 @@ def test_train_and_val_are_taken_as_a_run_takes_them(onnx_bundle: Path, field: P
 
 def test_mistakes_are_sentences(onnx_bundle: Path, field: Path, caplog: pytest.LogCaptureFixture) -> None:
     loaded = load_bundle(onnx_bundle)
-    with pytest.raises(ValueError, match="needs a data directory"):
+    with pytest.raises(ValueError, match="nowhere is not there; imagefolder needs"):
         images_of_folder(loaded, field / "nowhere", "test")
     with pytest.raises(ValueError, match="needs a folder of images for each class"):
         images_of_folder(loaded, field / "0", "test")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.engines import Numbers, numbered, policy
+from helpers.engines import Numbers, numbered, policy, pooled
 from offramp import create_model
 from offramp.measuring.confidence import MEASURES
 from offramp.measuring.confidence import confidences as numpy_confidences
@@ -71,6 +71,27 @@ def test_in_float64_nothing_depends_on_the_batch(measure: str, schedule: str) ->
                 assert found.labels.tolist() == labels[exits[rows] - 1, rows].tolist()
                 assert found.mul_adds.tolist() == [COSTS[e - 1] for e in exits[rows]]
                 assert not found.forced.any()
+
+
+class WithMeans(torch.nn.Module):
+    """One number for each image goes along."""
+
+    def forward(self, *state: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (state[0].mean((1, 2, 3)), state[0]) if len(state) == 1 else (state[1].flatten(1) + state[0][:, None],)
+
+
+def test_a_state_may_hold_one_number_for_each_sample() -> None:
+    torch.manual_seed(0)
+    flat = [torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3072, 5)) for _ in range(2)]
+    model = ExitNet.from_parts([WithMeans(), WithMeans()], flat)
+    with torch.inference_mode():
+        logits = torch.stack(model.double()(torch.from_numpy(IMAGES).double())).numpy()
+    sure = numpy_confidences(logits, "max_softmax")
+    own = policy(float(np.median(sure[0])))
+    engine = TorchEngine(model, dtype=torch.float64)
+    found = Runtime(engine, own, (1, 2))(IMAGES)
+    assert found.exits.tolist() == exits_taken(sure, own.thresholds).tolist() and set(found.exits) == {1, 2}
+    assert [left.exit for left in pooled(engine, own, IMAGES)] == found.exits.tolist()
 
 
 def test_in_float32_only_samples_at_a_threshold_may_differ() -> None:

@@ -15,7 +15,7 @@ import pytest
 from offramp.cli.app import with_ray_address
 from offramp.common.console import only_ours, say
 from offramp.common.ray_connection import RayFailed
-from offramp.scaling.cluster import WorkerShape, _room, _say_if_nobody_has, ray_cluster
+from offramp.scaling.cluster import WorkerShape, _room, ray_cluster
 
 
 @pytest.mark.parametrize(
@@ -47,12 +47,30 @@ def test_as_many_workers_as_fit() -> None:
             WorkerShape(**wrong)  # type: ignore[arg-type]
 
 
-def test_workers_that_fit_nowhere_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    nodes = [{"Alive": True, "Resources": {"CPU": 2.0}}, {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}}]
-    _say_if_nobody_has(WorkerShape(cpus=2), nodes)
-    assert not caplog.text
-    _say_if_nobody_has(WorkerShape(gpus=1), nodes)
-    assert "the 1 CPUs and 1 GPUs of a worker (there: 2 CPUs and 0 GPUs); waiting" in caplog.text
+SMALL_CLUSTER = """
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+from offramp.common.console import log_to_console, say
+from offramp.scaling import cluster
+
+nodes = [{"Alive": True, "Resources": {"CPU": 2.0}}, {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}}]
+sys.modules["ray"] = SimpleNamespace(nodes=lambda: nodes, cluster_resources=lambda: {"CPU": 2.0})
+cluster.ray_connection = lambda *given, **more: nullcontext()
+log_to_console()
+for shape in (cluster.WorkerShape(cpus=2), cluster.WorkerShape(gpus=1)):
+    with cluster.ray_cluster("local", shape) as room:
+        say(f"{room} workers")
+"""
+
+
+def test_workers_that_fit_nowhere_are_said() -> None:
+    """On standard error, as the command line sets it up, although all that Ray says is kept from there."""
+    done = subprocess.run([sys.executable, "-c", SMALL_CLUSTER], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "1 workers\n1 workers\n", done.stderr
+    said = " ".join(done.stderr.split())
+    assert said.count("no machine of the cluster has the") == 1
+    assert "has the 1 CPUs and 1 GPUs of a worker (there: 2 CPUs and 0 GPUs); waiting" in said
 
 
 JOIN = """

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -98,6 +100,22 @@ def check_whole(bundle: Path, source: Path, out: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["onnx_bundle", "torch_bundle"])
+def test_a_worker_is_killed_and_the_command_ends_well(
+    kind: str, request: pytest.FixtureRequest, digits_of: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """Nothing else is: another worker does the part that was lost, and every key is there once."""
+    bundle, source, out = request.getfixturevalue(kind), digits_of(12 * PART - 7), tmp_path / "out"
+    running = start_until(bundle, source, out, 2)
+    killed = min(workers(out))
+    os.kill(killed, signal.SIGKILL)
+    said = finish(running)
+    assert "12,281 images in 12 parts, 0 of them could not be read" in said
+    assert workers(out) - {killed} and not is_alive(killed)
+    check_whole(bundle, source, out)
+
+
+@pytest.mark.slow
 def test_a_worker_and_then_everything_is_killed_and_it_goes_on(
     onnx_bundle: Path, digits_of: Callable[[int], Path], tmp_path: Path
 ) -> None:
@@ -118,14 +136,15 @@ def test_a_worker_and_then_everything_is_killed_and_it_goes_on(
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_with_a_sentence_and_no_process_stays(
-    onnx_bundle: Path, digits_of: Callable[[int], Path], tmp_path: Path
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_with_a_sentence_and_no_process_stays(
+    signum: int, onnx_bundle: Path, digits_of: Callable[[int], Path], tmp_path: Path
 ) -> None:
     source, out = digits_of(24 * PART), tmp_path / "out"
     running = start_until(onnx_bundle, source, out, 2)
-    running.send_signal(signal.SIGTERM)
+    running.send_signal(signum)
     said, _ = running.communicate(timeout=60)
-    assert running.returncode == 128 + signal.SIGTERM
+    assert running.returncode == 128 + signum
     assert said.rstrip().endswith("offramp: stopped; what is finished is kept, and the same command goes on")
     wait_until(lambda: not any(map(is_alive, workers(out))), "workers end with the command")
 
@@ -193,6 +212,18 @@ def test_a_node_of_a_cluster_is_lost(onnx_bundle: Path, digits_of: Callable[[int
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"images {40 * PART} nodes left 2" in done.stdout
     check_whole(onnx_bundle, source, out)
+
+
+@pytest.mark.slow
+def test_labelled_images_are_judged_by_workers(onnx_bundle: Path) -> None:
+    """The score of one process, by two workers of a real Ray."""
+    words = ["-m", "offramp", "eval", onnx_bundle, "--data", "digits", "--set", "data.test=3000", "--device", "cpu"]
+    run = partial(subprocess.run, capture_output=True, text=True, timeout=LIMIT_S)
+    plain, on_ray = (run([sys.executable, *words, *more]) for more in ([], ["--ray", "local", "--workers", "2"]))
+    assert plain.returncode == on_ray.returncode == 0, plain.stderr + on_ray.stdout + on_ray.stderr
+    # one of them may have done all before the other had started
+    assert re.search(r"3,000 images now: [\d,]+ images/s for each of [12] workers", on_ray.stdout)
+    assert plain.stdout.split("on 3,000 images")[1] == on_ray.stdout.split("on 3,000 images")[1]
 
 
 FATAL = """

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
+import socket
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from PIL import PngImagePlugin
 
 from helpers.runs import call
 from offramp import load_bundle
-from offramp.common.console import progress
+from offramp.common.ray_connection import RayFailed
 from offramp.running.predict import expand, predict
 from offramp.scaling import offline
 from offramp.scaling.offline import Asked, PackedBundle, part_images_for, predict_source
 from offramp.scaling.parts import SCHEMA, PartCount, Totals
-from offramp.scaling.places import names_below, read_all
+from offramp.scaling.places import names_below, read_all, write_whole
 from offramp.scaling.sources import open_source
 
 SMALL = Asked(part_images=64, batch=16, device="cpu")
@@ -72,9 +77,8 @@ def test_the_same_names_elsewhere_are_another_source(digits: Path, tmp_path: Pat
 
 def test_a_part_of_an_earlier_commands_worker_is_none_of_this_ones() -> None:
     totals = Totals((1, 2), 30)
-    with progress("", 30, silent=True) as bar:
-        for worker, ended in (("old", 90.0), ("new", 112.0), ("other", 111.0)):
-            offline._note(totals, PartCount(0, (6, 4), 0, 5.0, worker, ended), 100.0, bar)
+    for worker, ended in (("old", 90.0), ("new", 112.0), ("other", 111.0)):
+        totals.note(PartCount(0, (6, 4), 0, 5.0, worker, ended), 100.0)
     assert (totals.parts, totals.images, totals.new_images, totals.workers) == (3, 30, 20, {"new", "other"})
     assert totals.start_s == 6.0
 
@@ -166,7 +170,8 @@ def test_files_that_are_no_parts_of_it_are_refused(
             predict_source(torch_bundle, source, str(out), SMALL)
         part.write_bytes(good)
     (out / "part-000009.parquet").unlink()
-    (out / ".part-000003.parquet.1.part").write_bytes(b"left by a worker that was killed")
+    for left in (".part-000003.parquet.1.part", "..part-000003.parquet.host.1.part", ".part-000003.parquet.host.1"):
+        (out / left).write_bytes(b"left by a worker that was killed")
     part.unlink()
     in_process.clear()
     predict_source(torch_bundle, source, str(out), SMALL)
@@ -203,11 +208,116 @@ def test_too_many_unreadable_images_stop_it_and_can_be_tried_again(
     assert found.unreadable == 2 and 0 < len(in_process) < 4 and len(check_keys(out, source)) == 250
 
 
+def test_parts_that_are_done_again_stay_until_they_are_replaced(
+    torch_bundle: Path, digits: Path, tmp_path: Path, in_process: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray may not start, or the command be killed: nothing is lost by asking for them again."""
+    out, source = tmp_path / "out", open_source(str(digits))
+    predict_source(torch_bundle, source, str(out), SMALL)
+    before = rows_of(out)
+    again = Asked(part_images=64, batch=16, device="cpu", retry_unreadable=True)
+
+    def fails(address: str, shape: Any) -> Any:
+        raise RayFailed("Ray cannot be started")
+
+    with monkeypatch.context() as patch, pytest.raises(RayFailed):
+        patch.setattr(offline, "ray_cluster", fails)
+        predict_source(torch_bundle, source, str(out), again)
+    assert rows_of(out) == before
+    in_process.clear()
+    found = predict_source(torch_bundle, source, str(out), again)
+    assert sorted(in_process) == [1, 3] and (found.images, found.unreadable, found.parts) == (250, 2, 4)
+    assert found.new_images == 64 + 58 and rows_of(out) == before
+
+
+def test_a_folder_that_machines_do_not_share_is_a_sentence(
+    torch_bundle: Path, digits: Path, tmp_path: Path, in_process: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that does not see the folder says so before it works; one that has another of this name, at the end."""
+    out, source, real = tmp_path / "out", open_source(str(digits)), offline.write_whole
+    with monkeypatch.context() as patch:
+        patch.setattr(offline, "kind_of", lambda place: "nothing")
+        with pytest.raises(OSError, match=f"does not see {out}; every machine must, under this name"):
+            predict_source(torch_bundle, source, str(out), SMALL)
+    with monkeypatch.context() as patch:
+        patch.setattr(offline, "write_whole", lambda place, data: "part-000002" in place or real(place, data))
+        with pytest.raises(OSError, match=f"1 of 4 parts were written, but not into the {out} of this machine"):
+            predict_source(torch_bundle, source, str(out), SMALL)
+    in_process.clear()
+    predict_source(torch_bundle, source, str(out), SMALL)
+    assert in_process == [2] and len(check_keys(out, digits)) == 250
+
+
+def test_one_command_at_a_time_writes_into_a_folder(
+    torch_bundle: Path, digits: Path, tmp_path: Path, in_process: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, source, real = tmp_path / "out", open_source(str(digits)), offline.write_whole
+    refused: list[str] = []
+
+    def second(place: str, data: bytes) -> None:
+        with pytest.raises(ValueError, match="choose another --out") as error:
+            predict_source(torch_bundle, source, str(out), SMALL)
+        refused.append(str(error.value))
+        real(place, data)
+
+    monkeypatch.setattr(offline, "write_whole", second)
+    predict_source(torch_bundle, source, str(out), SMALL)
+    assert set(refused) == {f"{out} is being written by process {os.getpid()}; wait for it or choose another --out"}
+    assert len(refused) == 4 and len(check_keys(out, digits)) == 250 and not list(out.glob(".*"))
+
+
+def test_processes_of_two_machines_never_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In containers every worker may have the same number."""
+    seen: list[str] = []
+    real = os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (seen.append(Path(old).name), real(old, new)))
+    for host in ("one", "two"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        write_whole(str(tmp_path / "part.parquet"), b"data")
+    assert len(set(seen)) == 4 and [host in name for name, host in zip(seen, ["one"] * 2 + ["two"] * 2, strict=True)]
+
+
+@pytest.mark.parametrize("trouble", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM, None])
+def test_what_is_wrong_with_the_machine_is_no_unreadable_image(
+    trouble: int | None,
+    torch_bundle: Path,
+    digits: Path,
+    tmp_path: Path,
+    in_process: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stops the command, and the same command does that part later."""
+    bad, real = digits / "001" / "00123.png", PngImagePlugin.PngImageFile.load
+
+    def failing(image: Any) -> Any:
+        if str(getattr(image, "filename", "")) == str(bad):
+            raise MemoryError if trouble is None else OSError(trouble, os.strerror(trouble))
+        return real(image)
+
+    kind: type[BaseException] = MemoryError if trouble is None else OSError
+    with monkeypatch.context() as patch, pytest.raises(kind) as error:
+        patch.setattr(PngImagePlugin.PngImageFile, "load", failing)
+        predict_source(torch_bundle, open_source(str(digits)), str(tmp_path / "out"), SMALL)
+    assert trouble is None or error.value.filename == str(bad)
+    found = predict_source(torch_bundle, open_source(str(digits)), str(tmp_path / "out"), SMALL)
+    assert found.unreadable == 2 and len(check_keys(tmp_path / "out", digits)) == 250
+
+
+def test_row_groups_far_larger_than_a_part_are_worth_a_word(
+    torch_bundle: Path, digits: Path, tmp_path: Path, in_process: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    cells = [path.read_bytes() for path in sorted((digits / "000").iterdir())]
+    for rows, said in ((20, 0), (100, 1)):
+        place = str(tmp_path / f"{rows}.parquet")
+        pq.write_table(pa.table({"image": cells}), place, row_group_size=rows)
+        asked = Asked(part_images=10, device="cpu", max_unreadable=1.0)
+        predict_source(torch_bundle, open_source(place), str(tmp_path / f"out-{rows}"), asked)
+        assert caplog.text.count("each part reads its group from the first row on") == said
+
+
 def test_from_a_store_into_a_store(
     onnx_bundle: Path, digits: Path, tmp_path: Path, s3: str, in_process: list[int]
 ) -> None:
-    from offramp.scaling.places import write_whole
-
     for path in sorted((digits / "000").iterdir()):
         write_whole(f"{s3}/in/{path.name}", path.read_bytes())
     asked = Asked(part_images=32, device="cpu", max_unreadable=0.5)
@@ -252,11 +362,18 @@ def test_the_command_line(
 ) -> None:
     out = tmp_path / "out"
     words = ("predict", torch_bundle, digits, "--ray", "--out", out)
-    assert call(monkeypatch, *words) == 0
+    assert call(monkeypatch, *words) == 1  # two images cannot be read
     shown = capsys.readouterr().out
     assert f"{digits}: 250 images in 1 parts of 1,024" in shown and "2 of them could not be read" in shown
-    assert call(monkeypatch, *words, "--json") == 0
+    assert call(monkeypatch, *words, "--json") == 1
     assert json.loads(capsys.readouterr().out)["new_images"] == 0
+    good = ("predict", torch_bundle, digits / "000", "--ray", "--max-unreadable", "0", "--out", tmp_path / "good")
+    (digits / "000" / "broken.png").rename(tmp_path / "broken.png")
+    try:
+        assert call(monkeypatch, *good) == 0
+    finally:
+        (tmp_path / "broken.png").rename(digits / "000" / "broken.png")
+    capsys.readouterr()
     for more, said in (
         (["--part-images", "64"], "--part-images must be 1,024 or more, got 64"),
         ([digits], "with --ray give one source"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import shutil
+import socket
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,7 +13,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from offramp.common.images import UnreadableImage
-from offramp.scaling.places import write_whole
+from offramp.scaling import sources
+from offramp.scaling.places import files_below, write_whole
 from offramp.scaling.sources import REMOTE_DECODERS, Source, open_source
 
 
@@ -74,6 +77,53 @@ def test_a_list_is_sorted_without_repetitions_and_paths_are_from_here(
     assert open_source(str(tmp_path / "other.txt")).digest != source.digest
 
 
+def test_a_list_of_whole_paths_is_the_same_from_everywhere(
+    digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = digits / "000" / "00001.png"
+    (tmp_path / "whole.txt").write_text(f"{whole}\nmemory://none/b.png\nfile://{whole}\n")
+    (tmp_path / "relative.txt").write_text("000/00001.png\n")
+    digests = []
+    for place in (digits, tmp_path):
+        monkeypatch.chdir(place)
+        digests.append([open_source(str(tmp_path / name)).digest for name in ("whole.txt", "relative.txt")])
+    assert digests[0][0] == digests[1][0] and digests[0][1] != digests[1][1]
+    keys, images = all_ranges(open_source(f"file://{tmp_path}/whole.txt"), 2)
+    assert keys[1] == f"file://{whole}" and images == [*[whole.read_bytes()] * 2, "it is not there"]
+
+
+def test_only_a_newline_ends_a_line(digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = ["a\u2028b.png", "a\x85.png", "a\x0cb.png", "\u2028.png"]
+    for name in names:
+        (tmp_path / name).write_bytes(name.encode())
+    (tmp_path / "list.txt").write_bytes("\r\n".join(names).encode())
+    keys, images = all_ranges(open_source("list.txt"), 10)
+    assert keys == sorted(names) and images == [name.encode() for name in keys]
+
+
+def test_a_folder_is_listed_once(digits: Path, s3: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_whole(f"{s3}/a.png", b"x")
+    listed: list[str] = []
+
+    def counting(folder: str) -> Iterator[str]:
+        listed.append(folder)
+        return files_below(folder)
+
+    monkeypatch.setattr(sources, "files_below", counting)
+    assert open_source(str(digits)).size == 250 and open_source(s3).size == 1
+    assert listed == [str(digits), s3]
+
+
+def test_a_machine_without_the_folder_says_so(digits: Path, tmp_path: Path) -> None:
+    """It is not as if all of the images were unreadable."""
+    shutil.copytree(digits, tmp_path / "digits")
+    source = open_source(str(tmp_path / "digits"))
+    shutil.rmtree(tmp_path / "digits")
+    with pytest.raises(OSError, match=f"{socket.gethostname()} does not see {tmp_path}/digits, where the images are"):
+        source.reader.read(source.task(0, 10))
+
+
 def test_a_list_of_uris(digits: Path, tmp_path: Path, s3: str) -> None:
     picture = (digits / "000" / "00001.png").read_bytes()
     write_whole(f"{s3}/one.png", picture)
@@ -112,6 +162,24 @@ def test_parquet_is_read_in_the_order_of_files_and_rows(tmp_path: Path, as_struc
     assert named.digest != open_source(str(tmp_path / "tables")).digest
     single = open_source(str(tmp_path / "tables" / "b.parquet"))
     assert all_ranges(single, size) == ([f"b.parquet#{row}" for row in range(15)], images[30:])
+
+
+def test_row_groups_that_are_not_needed_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tables(tmp_path / "tables", [b"image %d" % at for at in range(45)], False)
+    source, asked = open_source(str(tmp_path / "tables")), []
+    read = pq.ParquetFile.iter_batches
+
+    def noting(file: pq.ParquetFile, *given: object, row_groups: list[int], **more: object) -> Iterator[pa.RecordBatch]:
+        asked.append(row_groups)
+        return read(file, *given, row_groups=row_groups, **more)
+
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", noting)
+    assert source.together == 7
+    for start, stop, groups in ((0, 7, [0]), (6, 8, [0, 1]), (7, 14, [1]), (13, 29, [1, 2, 3, 4]), (29, 30, [4])):
+        asked.clear()
+        keys, images = source.reader.read(source.task(start, stop))
+        assert contents(images) == [b"image %d" % at for at in range(start, stop)] and len(keys) == stop - start
+        assert asked == [groups]
 
 
 def test_parquet_in_a_store(tmp_path: Path, s3: str) -> None:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,7 +20,9 @@ from helpers.runs import call
 from helpers.server import answer_of, labels, picture, request_bytes, until
 from offramp.serve import ServeConfig
 from offramp.serve.metrics import COUNT, QUEUE, SLOTS, Metrics, Window, new_row
+from offramp.serve.processes import Crew, Job
 from offramp.serve.run import stage_threads
+from offramp.serve.server import listen
 
 PARENT = """
 import sys
@@ -131,6 +134,57 @@ def test_all_that_was_sent_before_a_signal_is_answered(served: Callable[..., Ser
     answers = [answer_of(client) for client in (*kept, *new)]
     assert all(answer.startswith(b"HTTP/1.1 200") and b"\r\nconnection: close" in answer for answer in answers)
     assert server.process.communicate(timeout=30)[0] == "stopped\n" and server.process.returncode == 0
+
+
+SLOW = """
+import os, time
+from pathlib import Path
+from helpers.server import fake_app
+
+def app(begun, slow_from, rows):
+    number = len(os.listdir(begun))
+    Path(begun, str(os.getpid())).touch()
+    time.sleep(60 if number >= slow_from else 0)
+    return fake_app(0.0, rows)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("slow_from", "begun"), [(0, 1), (1, 3)])
+def test_a_signal_while_workers_start_ends_all_at_once(signum: int, slow_from: int, begun: int, tmp_path: Path) -> None:
+    """While the first one starts, which does so alone, and while the others do."""
+    (tmp_path / "slow.py").write_text(SLOW)
+    (tmp_path / "begun").mkdir()
+    words = {"begun": str(tmp_path / "begun"), "slow_from": slow_from}
+    code = f"from offramp.serve.processes import Job, run_processes; run_processes(Job('slow:app', {words}), 3, port=0)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as parent:
+        until(lambda: len(os.listdir(tmp_path / "begun")) == begun, 60)
+        parent.send_signal(signum)
+        try:
+            assert parent.communicate(timeout=10) == ("stopped\n", "") and parent.returncode == 0
+        finally:
+            parent.kill()
+    assert len(os.listdir(tmp_path / "begun")) == begun, "another worker was started"
+
+
+def test_a_signal_between_a_workers_start_and_its_place_among_the_others_reaches_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with listen("127.0.0.1", 0) as listening:
+        crew, begin = Crew(Job("slow:app", {}), 1, listening), subprocess.Popen
+
+        def begin_and_signal(*given: Any, **more: Any) -> Any:
+            process = begin(*given, **more)
+            crew.pass_on(signal.SIGTERM, None)
+            return process
+
+        monkeypatch.setattr("offramp.serve.processes.subprocess.Popen", begin_and_signal)
+        try:
+            assert crew.start(0).process.wait(20) == -signal.SIGTERM
+        finally:
+            crew.close()
 
 
 def test_workers_end_when_their_parent_is_gone(served: Callable[..., Served]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from helpers.runs import resumed, same_weights
+from helpers.runs import resumed, same_weights, stopped_halfway
 from offramp import create_model, evaluate_run, load_bundle, load_model, train_run, with_settings
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run
 from offramp.running.export import export_run
@@ -71,8 +71,43 @@ def test_training_starts_from_a_single_network(tmp_path: Path) -> None:
     images = torch.randn(4, 3, 32, 32)
     with torch.inference_mode():
         assert torch.equal(load_model(run).eval()(images)[-1], load_model(single).eval()(images)[-1])
+    again = stopped_halfway(heads, tmp_path / "again")
     (tmp_path / "single").rename(tmp_path / "gone")  # what a resumed run started from may be gone
-    assert same_weights(run, resumed(heads, run, tmp_path / "again"))
+    assert same_weights(run, train_run(heads, again, device="cpu", resume=True))
+
+
+@pytest.mark.parametrize("more", [(), ("train.network_epochs=2",), ("train.network_epochs=2", "train.probe=true")])
+def test_what_a_cascade_started_from_may_be_gone_when_it_is_resumed(more: tuple[str, ...], tmp_path: Path) -> None:
+    alone = ("model.name=timm/test_resnet", "model.overrides={exits=1}", "train.epochs=1")
+    single = train_run(config(*DIGITS, *alone), tmp_path / "single", device="cpu")
+    of_run = f"{{name='timm/test_resnet', overrides={{exits=2, head='linear'}}, pretrained='{single}'}}"
+    overrides = f"model.overrides={{members=[{of_run}, {of_run}], image_sizes=[24, 32]}}"
+    given = config(*DIGITS, "model.name=cascade", overrides, *more)
+    run = train_run(given, tmp_path / "run", device="cpu")
+    again = stopped_halfway(given, tmp_path / "again")
+    if "train.probe=true" in more:  # which heads are new has to be known until they have been probed
+        again = stopped_halfway(given, again)
+    single.rename(tmp_path / "gone")
+    assert same_weights(run, train_run(given, again, device="cpu", resume=True))
+
+
+@pytest.mark.parametrize("augmentation", ["trivial", "device-crop"])
+def test_augmented_photos_are_the_same_when_a_run_is_resumed(augmentation: str, photos: Path, tmp_path: Path) -> None:
+    """Drawn in the workers that read them, or on the device where they lie."""
+    given = config(
+        "data.name=imagefolder",
+        f"data.dir='{photos}'",
+        "data.workers=1",
+        f"data.augmentation={augmentation}",
+        "train.epochs=3",
+        "train.batch=8",
+        "weighting.name=learned",
+        *CUT,
+        *(["data.augmentation_options={erase=0.5}"] if augmentation == "trivial" else []),
+    )
+    given = with_settings(given, ["model.overrides.image_size=24"])
+    run = train_run(given, tmp_path / "run", device="cpu")
+    assert same_weights(run, resumed(given, run, tmp_path / "again"))
 
 
 def test_photos_are_prepared_as_the_network_says(photos: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from torch import nn
 
 from helpers.runs import Config
 from helpers.training import problem_of
-from offramp import ExitNet, create_model
+from offramp import ExitNet, LearnedWeights, cascade, create_model
 from offramp.training.forks import FeatureSurgery, new_fork
 from offramp.training.imta import GradientEquilibrium
 from offramp.training.meta_gradient import ESTIMATORS
@@ -82,6 +84,10 @@ def test_forks_by_name(small_config: Config) -> None:
             ("train.fork=surgery", "weighting.name=learned", "weighting.engine=finite_difference"),
             "cannot see what FeatureSurgery does",
         ),
+        (
+            ("model.overrides={carry=0.5}", "weighting.name=learned", "weighting.engine=finite_difference"),
+            "but no gradient goes there; use forward_mode",
+        ),
     ],
 )
 def test_what_cannot_be_is_a_sentence(
@@ -90,6 +96,27 @@ def test_what_cannot_be_is_a_sentence(
     with pytest.raises(ValueError, match=match):
         train_run(small_config(*settings), tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("build", "refused"),
+    [
+        (lambda: create_model("msdnet-tiny", 4, **SMALL), False),
+        (lambda: create_model("msdnet-tiny", 4, carry=0.5, **SMALL), True),
+        (lambda: create_model("timm/test_resnet", 4, exits=3, image_size=32, head="chained"), True),
+        (lambda: cascade([create_model("msdnet-tiny", 4, carry=0.5, **SMALL)], [32]), True),
+        (lambda: create_model("msdnet-tiny", 4, collaboration=True, **SMALL), False),  # there gradients do flow
+    ],
+)
+def test_differences_see_carried_logits_move_where_no_gradient_goes(
+    build: Callable[[], ExitNet], refused: bool
+) -> None:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    LearnedWeights(model, optimizer, num_exits=model.num_exits)
+    found = pytest.raises(ValueError, match="no gradient goes there; use forward_mode") if refused else nullcontext()
+    with found:
+        LearnedWeights(model, optimizer, num_exits=model.num_exits, engine="finite_difference")
 
 
 @pytest.mark.parametrize("order", ["exact", "delayed"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -132,8 +135,6 @@ def test_dead_params_and_a_rate_of_zero_give_finite_gradients(engine: str) -> No
 
 
 def test_16_bits_do_not_drown_the_difference() -> None:
-    from functools import partial
-
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -143,6 +144,33 @@ def test_16_bits_do_not_drown_the_difference() -> None:
     given = Problem(model, optimizer, method, passed, torch.ones(16, EXITS), meta)
     exact, rough = (ESTIMATORS[e](given).weights_BK for e in ("forward_mode", "finite_difference"))
     assert (rough - exact).norm() < 0.1 * exact.norm()
+
+
+def test_frozen_norms_have_tangents_in_16_bits() -> None:
+    class Frozen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            norm = nn.BatchNorm2d(4).eval()
+            self.body = nn.Sequential(nn.Conv2d(3, 4, 3), norm, nn.ReLU(), nn.Conv2d(4, 4, 3), nn.Flatten())
+            self.a, self.b = nn.LazyLinear(4), nn.LazyLinear(4)
+
+        def forward(self, x: Tensor) -> list[Tensor]:
+            seen = self.body(x)
+            return [self.a(seen), self.b(seen)]
+
+    def gradient(autocast: Callable[[], AbstractContextManager[object]]) -> Tensor:
+        method = Method(UniformWeighting(), settings(), autocast=autocast)
+        passed = forward(model, method, train, keeps=False)
+        return ESTIMATORS["forward_mode"](Problem(model, optimizer, method, passed, torch.ones(16, 2), meta)).weights_BK
+
+    torch.manual_seed(0)
+    model = Frozen()
+    train, meta = (Half(torch.randn(16, 3, 8, 8), torch.randint(4, (16,))) for _ in range(2))
+    model(train.images)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    exact, rough = gradient(nullcontext), gradient(partial(torch.autocast, "cpu", torch.bfloat16))
+    assert (rough - exact).norm() < 0.05 * exact.norm()
+    assert not model.body[1]._forward_hooks
 
 
 def test_attention_has_tangents() -> None:

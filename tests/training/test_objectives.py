@@ -16,7 +16,7 @@ from helpers.runs import Config, resumed, same_weights
 from helpers.training import problem_of, settings
 from offramp import load_model
 from offramp.data import load_dataset
-from offramp.runs.config import DataConfig, ObjectiveConfig
+from offramp.runs.config import ObjectiveConfig
 from offramp.training.meta_gradient import ESTIMATORS
 from offramp.training.method import Method
 from offramp.training.objectives import Half, Objective, new_objective, num_terms
@@ -118,7 +118,22 @@ def test_differences_are_refused_where_they_are_blind(tmp_path: Path, small_conf
         train_run(config, tmp_path / "run", device="cpu")
 
 
-def test_a_run_teaches_another(tmp_path: Path, small_config: Config) -> None:
+def test_each_seed_has_a_teacher_of_its_own(
+    tmp_path: Path, small_config: Config, caplog: pytest.LogCaptureFixture
+) -> None:
+    teacher = train_run(small_config("train.epochs=1", "seed=1"), tmp_path / "seed-1", device="cpu")
+    data = load_dataset("digits", train=64, calibration=10, test=10, seed=1)
+    load_teacher(teacher, data, small_config("seed=1"))
+    load_teacher(teacher, data, small_config("seed=0", "data.calibration=0"))  # holds nothing out
+    assert "holds out" not in caplog.text
+    load_teacher(teacher, data, small_config("seed=0"))
+    assert "was trained on images that this run holds out (its seed is 1)" in caplog.text
+    named = f"objective.options={{source='teacher', teacher='{tmp_path}/seed-{{seed}}'}}"
+    student = small_config("objective.name=distillation", named, "seed=1", "train.epochs=1")
+    train_run(student, tmp_path / "student", device="cpu")
+
+
+def test_a_run_teaches_another(tmp_path: Path, small_config: Config, caplog: pytest.LogCaptureFixture) -> None:
     """A student of another kind learns from a finished run, with learned weights, and resumes bit for bit."""
     teacher = train_run(small_config(), tmp_path / "teacher", device="cpu")
     taught = (
@@ -128,6 +143,7 @@ def test_a_run_teaches_another(tmp_path: Path, small_config: Config) -> None:
         "weighting.name=learned",
     )
     run = train_run(small_config(*taught), tmp_path / "run", device="cpu")
+    assert "holds out" not in caplog.text
     assert same_weights(run, resumed(small_config(*taught), run, tmp_path / "again"))
     plain = train_run(small_config(), tmp_path / "plain", device="cpu")
     assert not same_weights(run, plain)
@@ -136,7 +152,7 @@ def test_a_run_teaches_another(tmp_path: Path, small_config: Config) -> None:
 def test_a_teacher_sees_images_as_it_knows_them(tmp_path: Path, small_config: Config) -> None:
     run = train_run(small_config("train.epochs=1"), tmp_path / "run", device="cpu")
     data = load_dataset("digits", train=64, calibration=10, test=10)
-    teacher = load_teacher(run, data, DataConfig())
+    teacher = load_teacher(run, data, small_config())
     images = next(iter(data.sweep("train", 8, torch.device("cpu")))).images
     model = load_model(run).eval()
     with torch.no_grad():
@@ -151,7 +167,7 @@ def test_a_teacher_sees_images_as_it_knows_them(tmp_path: Path, small_config: Co
     assert not any(p.requires_grad for p in teacher.parameters())
     stranger = replace_classes(data)
     with pytest.raises(ValueError, match="trained on other classes"):
-        load_teacher(run, stranger, DataConfig())
+        load_teacher(run, stranger, small_config())
 
 
 def replace_classes(data: Any) -> Any:

@@ -12,13 +12,13 @@ from torch import nn
 from helpers.nets import Net, batch
 from helpers.runs import Config, resumed, same_weights
 from helpers.training import by, learned, problem_of
-from offramp import ExitNet, create_model
+from offramp import ExitNet, cascade, create_model
 from offramp.models.weights import read_tensors
 from offramp.runs.folder import read_metrics
 from offramp.training.ema import Ema
 from offramp.training.meta_gradient import ESTIMATORS
 from offramp.training.objectives import Half
-from offramp.training.optimizers import new_optimizer, rate_share, set_rate
+from offramp.training.optimizers import new_optimizer, rate_factors, rate_share, set_rate
 from offramp.training.param_stages import param_stages
 from offramp.training.step import train_step
 from offramp.training.train import train_run
@@ -40,6 +40,7 @@ def test_a_params_stage_is_the_first_exit_that_reads_it() -> None:
     for name, stage in found.items():
         assert stage == next(k for prefix, k in by_name.items() if name.startswith(prefix)), name
     ours = param_stages(create_model("msdnet-tiny", **SMALL))
+    assert param_stages(net.double()) == found
     assert {k for n, k in ours.items() if n.startswith("cells.layer02")} == {2}
 
 
@@ -60,6 +61,55 @@ def test_groups_have_their_rates_and_decays(small_config: Config) -> None:
     assert seen == set(names.values())
     plain = new_optimizer(model, small_config().train)
     assert len(plain.param_groups) == 1
+
+
+def test_depth_is_counted_within_each_network_of_a_cascade(small_config: Config) -> None:
+    small, large = (create_model("msdnet-tiny", 4, **SMALL) for _ in range(2))
+    own = rate_factors(small, small_config("train.depth_decay=0.5").train)
+    both = cascade([small, large], [32, 32])
+    assert both.ends == (small.num_exits, 2 * small.num_exits) and small.ends == (small.num_exits,)
+    found = rate_factors(both, small_config("train.depth_decay=0.5").train)
+    for place in range(2):
+        assert {name: found[f"members.{place}.{name}"] for name in own} == own
+
+
+def test_adamw_needs_a_rate_of_its_own(small_config: Config) -> None:
+    with pytest.raises(ValueError, match="train.optimizer=adamw needs train.learning_rate"):
+        new_optimizer(create_model("msdnet-tiny", 4, **SMALL), small_config("train.optimizer=adamw").train)
+
+
+TINY = {"depth": 1, "embed_dim": 12, "num_heads": 3}
+SWIN = {"depths": (1, 1, 1, 1), "embed_dim": 12, "num_heads": (1, 1, 1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "spared"),
+    [
+        ("timm/deit_tiny_distilled_patch16_224", TINY, ("cls_token", "dist_token", "pos_embed")),
+        ("timm/swin_tiny_patch4_window7_224", SWIN, ("relative_position_bias_table",)),
+    ],
+)
+def test_what_timm_spares_weight_decay_is_spared(
+    small_config: Config, name: str, options: dict[str, object], spared: tuple[str, ...]
+) -> None:
+    single = create_model(name, 4, exits=1, image_size=32, options=options)
+    for model in (single, cascade([single, single], [32, 32])):
+        names = {p: n for n, p in model.named_parameters()}
+        optimizer = new_optimizer(model, small_config("train.decay_norms=false", "train.weight_decay=0.01").train)
+        kept = {names[p] for group in optimizer.param_groups if not group["weight_decay"] for p in group["params"]}
+        assert kept == {n for p, n in names.items() if p.ndim < 2 or n.endswith(spared)}
+        assert any(n.endswith(spared) and p.ndim > 1 for p, n in names.items())
+
+
+@pytest.mark.parametrize("exits", [1, 2])
+def test_classifiers_that_are_no_heads_have_the_heads_rate(small_config: Config, exits: int) -> None:
+    """DeiT answers with the mean of two."""
+    options = TINY | {"depth": 2}
+    model = create_model("timm/deit_tiny_distilled_patch16_224", 4, exits=exits, image_size=32, options=options)
+    factors = rate_factors(model, small_config("train.head_rate=3").train)
+    fast = {name for name, factor in factors.items() if factor == 3}
+    assert fast == {n for n in factors if n.startswith(("heads.", "backbone.head.", "backbone.head_dist."))}
+    assert len([n for n in fast if n.startswith("backbone")]) == 4
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])

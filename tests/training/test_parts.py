@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from torch import nn
 
 from helpers.runs import Config, resumed, same_weights
 from helpers.training import by, learned, problem_of
-from offramp import ExitNet, create_model, load_model, register_model
+from offramp import ExitNet, cascade, create_model, load_model, register_model
 from offramp.data import load_dataset
 from offramp.models.weights import read_tensors
 from offramp.runs.folder import read_config, read_metrics
+from offramp.training.loop import Phase
 from offramp.training.meta_gradient import ESTIMATORS
-from offramp.training.objectives import Half
+from offramp.training.objectives import Half, cross_entropy
 from offramp.training.parts import HeadsOnFeatures, part_to_train
 from offramp.training.probe import fit_linear, probe_heads
 from offramp.training.step import train_step
@@ -106,8 +108,59 @@ def test_the_last_exit_alone_runs_no_inner_head() -> None:
 
 def test_one_exit_has_no_inner_heads() -> None:
     single = ExitNet.from_parts([nn.Identity()], [nn.Linear(3, 3)])
-    with pytest.raises(ValueError, match="inner_heads needs a network with more than one exit"):
-        part_to_train(single, "inner_heads")
+    for model in (single, cascade([single, single], [32, 32])):
+        with pytest.raises(ValueError, match="inner_heads needs a network with more than one exit, and more than one"):
+            part_to_train(model, "inner_heads")
+
+
+def test_in_a_cascade_of_one_network_the_last_head_is_frozen_wherever_it_stands() -> None:
+    net = create_model("timm/test_resnet", 4, exits=3, image_size=32)
+    model = cascade([net, net], [24, 32])
+    module = part_to_train(model, "inner_heads").train()
+    assert [head.training for head in module.model.heads] == [True, True, False] * 2
+    free = {name for name, param in model.named_parameters() if param.requires_grad}
+    assert free == {n for n, _ in model.named_parameters() if n.startswith(("members.0.heads.0", "members.0.heads.1"))}
+
+
+def test_a_head_at_several_exits_is_probed_once(small_config: Config) -> None:
+    net = create_model("timm/test_resnet", 4, exits=2, image_size=32)
+    model = cascade([net, net], [24, 32])
+
+    def asked(parts: str, known: frozenset[int] = frozenset()) -> list[int]:
+        model.trained_exits = known
+        config = small_config(f"train.parts={parts}")
+        return Phase(config, Path("run"), None, model, model, cross_entropy, False).heads_to_probe()  # type: ignore
+
+    assert asked("all") == asked("heads") == [3, 4] and asked("all", frozenset([2])) == asked("inner_heads") == [3]
+
+
+def boosted() -> ExitNet:
+    return create_model("msdnet-tiny", 4, carry=0.5, **SMALL)
+
+
+@pytest.mark.parametrize("parts", ["inner_heads", "last_exit"])
+@pytest.mark.parametrize(
+    "build",
+    [
+        boosted,
+        lambda: cascade([network().float(), boosted()], [32, 32]),
+        lambda: cascade([network().float(), network().float()], [32, 32], carry=1.0),
+        lambda: create_model("msdnet-tiny", 4, collaboration=True, **SMALL),
+    ],
+)
+def test_a_last_exit_that_reads_others_cannot_be_had_alone(parts: str, build: Callable[[], ExitNet]) -> None:
+    with pytest.raises(ValueError, match="its answer depends on earlier ones .carry"):
+        part_to_train(build(), parts)
+
+
+def test_classifiers_within_the_network_are_no_heads() -> None:
+    """DeiT answers with the mean of two."""
+    options = {"depth": 2, "embed_dim": 12, "num_heads": 3}
+    name = "timm/deit_tiny_distilled_patch16_224"
+    model = create_model(name, 4, exits=2, image_size=32, options=options)
+    with pytest.raises(ValueError, match="train.parts=heads does not reach the last exit's classifier"):
+        part_to_train(model, "heads")
+    assert isinstance(part_to_train(model, "inner_heads"), HeadsOnFeatures)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +196,7 @@ def test_the_network_alone_first_and_then_the_rest(tmp_path: Path, small_config:
         (("train.network_epochs=1", "train.parts=last_exit"), "leave out train.network_epochs"),
         (("objective.name=distillation", "objective.options.labels=false"), "needs train.parts=inner_heads"),
         (("train.parts=inner_heads", "model.overrides={carry=0.5}"), "its answer depends on earlier ones"),
+        (("train.network_epochs=1", "model.overrides={carry=0.5}"), "train.network_epochs trains the network for its"),
         (("train.fork=equilibrium", "model.name=cascade", "model.overrides={}"), "a cascade's networks share none"),
         (("train.probe=true", "model.name=strangers", "model.overrides={}"), "train.probe needs heads with `features`"),
     ],

@@ -216,6 +216,7 @@ def assert_same_run(one: Path, other: Path) -> None:
             assert a[key] == pytest.approx(b[key], rel=1e-9), key
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path: Path) -> None:
     """Stopped in the midst of an epoch: it ends where one that did not stop ends."""
     assert_same_run(train_plain(tmp_path, [1], []), train_plain(tmp_path, [2, 1], [14]))

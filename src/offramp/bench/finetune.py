@@ -7,6 +7,7 @@ random images, which lie on the device, and are timed in turn.
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -28,6 +29,8 @@ from offramp.training.method import Method
 from offramp.training.optimizers import new_optimizer
 from offramp.training.step import train_step
 from offramp.training.weighting import Context, new_weighting
+
+log = logging.getLogger("offramp")
 
 EAGER, COMPILED, OURS, LEARNED = "plain loop", "plain loop, compiled", "offramp", "offramp, learned weights"
 TRAIN = TrainConfig(optimizer="adamw", learning_rate=4e-4, weight_decay=0.05)
@@ -63,20 +66,38 @@ def bench_finetune(
         raise ValueError(f"batch must be 2 or more and repeats 1 or more, got {batch} and {repeats}")
     place = pick_device(device)
     rows = [row for row in (EAGER, COMPILED, OURS, LEARNED) if compiled or row != COMPILED]
-    times: dict[str, list[float]] = {row: [] for row in rows}
-    with progress("bench", (repeats + WARM_UP) * len(rows), silent=silent) as bar:
-        steps = {row: _new_step(row, name, image_size, exits, batch, place) for row in rows}
+    steps = {row: _new_step(row, name, image_size, exits, batch, place) for row in rows}
+    if compiled and not _runs(steps[COMPILED]):
+        del steps[COMPILED]
+    times: dict[str, list[float]] = {row: [] for row in steps}
+    with progress("bench", (repeats + WARM_UP) * len(steps), silent=silent) as bar:
         for repeat in range(repeats + WARM_UP):
             for row, step in steps.items():
                 milliseconds = step_ms(step, place)
                 if repeat >= WARM_UP:
                     times[row].append(milliseconds / 2)
                 bar.advance(1, 2 * batch)
-    medians = {row: statistics.median(own) for row, own in times.items()}
+    medians = {_named(row, steps[row]): statistics.median(own) for row, own in times.items()}
     return [
         FinetuneBench(row, round(ms, 2), round(1e3 * batch / ms, 1), round(medians[EAGER] / ms, 2))
         for row, ms in medians.items()
     ]
+
+
+def _runs(step: Callable[[], object]) -> bool:
+    """Whether torch can compile here; the other rows do not depend on it."""
+    try:
+        step()
+    except Exception as error:  # whatever its compilers raise
+        log.warning("torch.compile failed, so its row is left out: %s", str(error).splitlines()[0])
+        return False
+    return True
+
+
+def _named(row: str, step: Callable[[], object]) -> str:
+    """The row, or that its step could not be captured as a CUDA graph."""
+    own = getattr(step, "func", None)
+    return f"{row}, not captured" if isinstance(own, CapturedStep) and not own.captures else row
 
 
 def _new_step(

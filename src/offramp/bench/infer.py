@@ -120,7 +120,9 @@ class Subject:
 def subject_of(source: str, kind: str | None = None, device: str = "auto") -> tuple[Subject, Bundle | None]:
     """A bundle, or a network by name with fresh params on the engine asked for (torch unless told otherwise)."""
     if (Path(source) / CONFIG).is_file():
-        raise ValueError(f"{source} is a run or model folder; make a bundle of the run first: offramp export")
+        raise ValueError(
+            f"{source} is a run or model folder; make a bundle of the run first: offramp export {source} --out BUNDLE"
+        )
     if is_bundle(source):
         bundle = load_bundle(source, device=device)
         whole = _whole_torch(bundle.engine) if bundle.format == "torch" else _all_stages(bundle.engine)

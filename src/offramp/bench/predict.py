@@ -28,7 +28,8 @@ from offramp.running.bundle import load_bundle, read_golden
 from offramp.running.predict import predict
 from offramp.scaling.cluster import Task, WorkerShape, now, ray_cluster, spread
 from offramp.scaling.offline import SMALLEST_PART, Asked, Job, PackedBundle, PartWriter, limit_threads, planned
-from offramp.scaling.parts import PartCount, claim
+from offramp.scaling.parts import PartCount, claim, part_name
+from offramp.scaling.places import joined
 from offramp.scaling.sources import FileSource, Source, open_source
 
 WARM_UP = 256  # images
@@ -103,7 +104,10 @@ def _images(bundle: str | Path, given: str | None, count: int, scratch: Path) ->
         found = open_source(given)
         if not isinstance(found, FileSource):
             raise ValueError(f"--images is a folder or a list of image files, got {given}")
-        folder, originals = "", [Path(place) for place in found.reader.read(found.task(0, found.size))[1]]  # type: ignore[arg-type]
+        places = list(found.reader.read(found.task(0, found.size))[1])
+        folder, originals = "", [Path(place) for place in places if isinstance(place, str)]
+        if len(originals) < len(places):
+            raise ValueError(f"--images names files of this machine; {given} has some that lie in a store")
     (scratch / "images").mkdir()
     for at in range(count):
         os.symlink(originals[at % len(originals)].absolute(), scratch / "images" / f"{at:07d}.jpg")
@@ -204,7 +208,9 @@ def _cost(bundle: str | Path, source: FileSource, scratch: Path) -> ImageCost:
     encoded = [Path(path).read_bytes() for path in paths]
     packed = PackedBundle.of(bundle, "cpu", 1)
     plan, _, policy = planned(packed, source, Asked(part_images=SMALLEST_PART))
-    writer = PartWriter(Job(packed, plan, policy, source.reader, str(scratch / "cost"), Asked().batch))
+    out = str(scratch / "cost")
+    claim(out, plan, {})
+    writer = PartWriter(Job(packed, plan, policy, source.reader, out, Asked().batch))
     own = writer.bundle.card.preprocessing
     predict(writer.bundle, paths[:WARM_UP], silent=True)
     task, began = source.task(0, len(keys)), time.process_time()
@@ -212,7 +218,7 @@ def _cost(bundle: str | Path, source: FileSource, scratch: Path) -> ImageCost:
         own.read(data)
     decoded = time.process_time()
     writer(0, task)
-    ended, written = time.process_time(), next((scratch / "cost").iterdir()).stat().st_size
+    ended, written = time.process_time(), os.path.getsize(joined(out, part_name(0)))
     parts = (sum(map(len, encoded)), len(task), written, 1e3 * (decoded - began), 1e3 * (ended - decoded))
     return ImageCost(*(value / len(keys) for value in parts))
 

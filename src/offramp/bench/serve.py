@@ -261,7 +261,9 @@ def _measured(way: str, pid: int, load: Callable[[], LoadResult]) -> ServeRow:
     before, own = cpu_seconds(pid), time.process_time()
     found = load()
     own, after = time.process_time() - own, cpu_seconds(pid)
-    each = 1e3 / max(found.accepted + found.refused, 1)
+    if not found.accepted:
+        raise ValueError(f"{way}: no request was answered in {found.seconds:.3g} s; give more --seconds")
+    each = 1e3 / (found.accepted + found.refused)
     spent = [seconds - before.get(thread, 0.0) for thread, seconds in after.items()]
     if not spent:
         return ServeRow(way, found, None, own * each, None, None)

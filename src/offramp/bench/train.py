@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import resource
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -37,11 +37,14 @@ from offramp.models.exits import ExitNet
 from offramp.models.layers import ConvBNReLU
 from offramp.models.registry import create_model, model_entry
 from offramp.runs.config import ImtaConfig, RunConfig, WeightingConfig, with_settings
+from offramp.runs.recipe import load_recipe
 from offramp.training.cuda_graph import CapturedStep
+from offramp.training.forks import new_fork
 from offramp.training.imta import OneForAll, OnFrozenFeatures
 from offramp.training.meta_gradient import ESTIMATORS
 from offramp.training.method import Method
-from offramp.training.objectives import Half, Objective, cross_entropy
+from offramp.training.mixing import Mixing
+from offramp.training.objectives import Half, Objective, new_objective
 from offramp.training.optimizers import new_optimizer
 from offramp.training.step import HalfResult, exact_update, train_step
 from offramp.training.tape import use_taped_layers
@@ -72,8 +75,19 @@ class TrainBench:
         return asdict(self)
 
 
+def what_to_bench(model: str | None, recipe: str | None = None, settings: Sequence[str] = ()) -> RunConfig:
+    """The network, objective, fork, mixing and rates of the steps to be timed; the weighting is each row's own."""
+    config = RunConfig() if recipe is None else load_recipe(recipe).config
+    if model is not None:
+        config = replace(config, model=replace(config.model, name=model))
+    config = with_settings(config, settings)
+    if config.objective.options.get("source") == "teacher":
+        raise ValueError("bench train has no teacher to ask; time the step without one")
+    return config
+
+
 def bench_train(
-    model: str,
+    model: str | RunConfig,
     batch: int,
     device: str = "auto",
     precision: str = "auto",
@@ -83,17 +97,18 @@ def bench_train(
     silent: bool = False,
 ) -> list[TrainBench]:
     """Time and weigh one loader batch of every row, or of those with `only` in their name beside the baseline."""
+    config = model if isinstance(model, RunConfig) else what_to_bench(model)
     if batch < 4 or batch % 2:
         raise ValueError(f"batch must be even and at least 4, got {batch}")
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
     place = pick_device(device)
     known_precision(precision)
-    rows, ways = asked_rows(model, only), asked_ways(place, way)
+    rows, ways = asked_rows(config, only), asked_ways(place, way)
     found: list[TrainBench] = []
     with progress("bench", (repeats + WARM_UP) * len(rows) * len(ways), silent=silent) as bar:
         for ran in ways:
-            steps = {row: new_step(row, ran, model, batch, place, precision) for row in rows}
+            steps = {row: new_step(row, ran, config, batch, place, precision) for row in rows}
             times: dict[str, list[float]] = {row: [] for row in rows}
             for repeat in range(repeats + WARM_UP):
                 for row, step in steps.items():
@@ -109,7 +124,7 @@ def bench_train(
                     ran,
                     round(milliseconds, 2),
                     round(1e3 * batch / milliseconds, 1),
-                    round(peak_megabytes(row, ran, model, batch, place, precision), 1),
+                    round(peak_megabytes(row, ran, config, batch, place, precision), 1),
                     round(milliseconds / medians[BASELINE], 3),
                 )
                 for row, milliseconds in medians.items()
@@ -117,9 +132,10 @@ def bench_train(
     return found
 
 
-def asked_rows(model: str, only: str) -> list[str]:
+def asked_rows(config: RunConfig, only: str) -> list[str]:
     """The baseline and every step this network has with `only` in its name."""
-    rows = [row for row in ROWS if row not in (SECOND, SECOND_LEARNED) or collaborates(create_model(model))]
+    model = config.model.name
+    rows = [row for row in ROWS if row not in (SECOND, SECOND_LEARNED) or collaborates(network_of(config))]
     asked = [row for row in rows if only.lower() in row.lower()]
     if not asked:
         raise ValueError(f"no row of {model} has {only!r} in its name; there are: {'; '.join(rows)}")
@@ -139,10 +155,12 @@ def known_precision(precision: str) -> str:
     return with_settings(RunConfig(), [f"train.precision={precision}"]).train.precision
 
 
-def new_step(row: str, way: str, name: str, batch: int, device: torch.device, precision: str) -> Callable[[], object]:
+def new_step(
+    row: str, way: str, config: RunConfig, batch: int, device: torch.device, precision: str
+) -> Callable[[], object]:
     """One loader batch of random images, trained on as the row says."""
     torch.manual_seed(0)
-    model, module, objective = what_is_trained(row, name)
+    model, module, objective = what_is_trained(row, config)
     module.to(device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     dtype = training_dtype(precision, device)
     kernels = way == "fast" and "double_backward" not in row and suits_kernels(dtype, device)
@@ -151,7 +169,7 @@ def new_step(row: str, way: str, name: str, batch: int, device: torch.device, pr
     images = torch.randn(batch, *model.input_shape, device=device)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(model.spec.num_classes, (batch,), device=device)
-    optimizer = new_optimizer(model, with_settings(RunConfig(), ["train.learning_rate=0.1"]).train)
+    optimizer = new_optimizer(model, replace(config.train, learning_rate=config.train.learning_rate or 0.1))
     settings = weighting_of(row)
     method = Method(
         new_weighting(settings, Context(model.num_exits, device=device)),
@@ -159,11 +177,13 @@ def new_step(row: str, way: str, name: str, batch: int, device: torch.device, pr
         objective,
         autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
         prepare=module.prepare if isinstance(module, OnFrozenFeatures) else None,
+        mixing=Mixing.of(config.train, model.spec.num_classes, config.seed),
     )
     run = one_update if row == WHOLE else train_step
+    mixed = () if method.mixing is None else (method.mixing.draw(0, model.input_shape[-2:]).to(device),)
     if way == "eager":
-        return partial(run, module, optimizer, method, images, labels, 0)
-    return partial(CapturedStep(module, optimizer, method, run), images, labels, 0)
+        return partial(run, module, optimizer, method, images, labels, 0, *mixed)
+    return partial(CapturedStep(module, optimizer, method, run), images, labels, 0, *mixed)
 
 
 def weighting_of(row: str) -> WeightingConfig:
@@ -178,12 +198,19 @@ def weighting_of(row: str) -> WeightingConfig:
     ).weighting
 
 
-def what_is_trained(row: str, name: str) -> tuple[ExitNet, nn.Module, Objective]:
+def network_of(config: RunConfig, **more: Any) -> ExitNet:
+    """The network with fresh params."""
+    classes: dict[str, Any] = {} if config.model.num_classes is None else {"num_classes": config.model.num_classes}
+    return create_model(config.model.name, **classes, **config.model.overrides, **more)
+
+
+def what_is_trained(row: str, config: RunConfig) -> tuple[ExitNet, nn.Module, Objective]:
     """The network, what is called, and its objective."""
-    model = create_model(name)
+    model = network_of(config)
     if row not in (SECOND, SECOND_LEARNED):
-        return model, model, cross_entropy
-    above = create_model(name, collaboration=True)
+        model.fork = new_fork(config, model.num_exits)
+        return model, model, new_objective(config.objective)
+    above = network_of(config, collaboration=True)
     assert isinstance(above, CollaborativeNet)
     return above, OnFrozenFeatures(above, classifier(model.heads[-1])), OneForAll.of(ImtaConfig())
 
@@ -238,11 +265,11 @@ def copied_bytes_per_s(device: torch.device, megabytes: int = 256) -> float:
     return 2e3 * source.numel() / best
 
 
-def lower_bound_line(model: str, batch: int, device: str = "auto", precision: str = "auto") -> str:
+def lower_bound_line(config: RunConfig, batch: int, device: str = "auto", precision: str = "auto") -> str:
     """What no step on a loader batch can be faster than, as a sentence."""
     place = pick_device(device)
     dtype, speed = training_dtype(precision, place), copied_bytes_per_s(place)
-    bound = lower_bound(create_model(model), batch // 2, dtype.itemsize)
+    bound = lower_bound(network_of(config), batch // 2, dtype.itemsize)
     parts = [
         f"{name} {2 * mul_adds / 1e12:.2f} T mul-adds and {2 * moved / 1e9:.1f} GB ({2e3 * moved / speed:.1f} ms)"
         for name, mul_adds, moved in (
@@ -254,11 +281,11 @@ def lower_bound_line(model: str, batch: int, device: str = "auto", precision: st
 
 
 def where_time_goes(
-    row: str, way: str, model: str, batch: int, device: str = "auto", precision: str = "auto", steps: int = 3
+    row: str, way: str, config: RunConfig, batch: int, device: str = "auto", precision: str = "auto", steps: int = 3
 ) -> list[tuple[str, float, float]]:
     """Operations of a step by the time they take: name, calls, milliseconds; on a GPU its kernels."""
     place = pick_device(device)
-    step = new_step(row, way, model, batch, place, precision)
+    step = new_step(row, way, config, batch, place, precision)
     for _ in range(WARM_UP):
         step()
     on_gpu = place.type == "cuda"
@@ -274,9 +301,18 @@ def where_time_goes(
 
 
 def one_update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, method: Method, images: Tensor, labels: Tensor, step: int
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    method: Method,
+    images: Tensor,
+    labels: Tensor,
+    step: int,
+    recipe: Tensor | None = None,
 ) -> list[HalfResult]:
     """The whole loader batch as one train half."""
+    if recipe is not None:
+        assert method.mixing is not None
+        images, labels = method.mixing.mixed(images, labels, recipe[0])
     whole = Half(images, labels)
     return [exact_update(model, optimizer, method, whole, whole, learn=False)]
 
@@ -292,24 +328,27 @@ def step_ms(step: Callable[[], object], device: torch.device) -> float:
     return timed_ms(whole)
 
 
-def peak_megabytes(row: str, way: str, name: str, batch: int, device: torch.device, precision: str) -> float:
+def peak_megabytes(row: str, way: str, config: RunConfig, batch: int, device: torch.device, precision: str) -> float:
     """What a few steps need beyond what was there before them; a graph keeps all of it."""
     if device.type == "cuda":
-        step = new_step(row, way, name, batch, device, precision)
+        step = new_step(row, way, config, batch, device, precision)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_reserved()
         step(), step()
         return (torch.cuda.max_memory_reserved() - before) / 2**20
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        homes = [*loaded, model_entry(name).builder.__module__]  # where a model of somebody's own is registered
-        return pool.submit(_grown_megabytes, homes, row, way, name, batch, precision).result()
+        homes = [
+            *loaded,
+            model_entry(config.model.name).builder.__module__,
+        ]  # where a model of somebody's own is registered
+        return pool.submit(_grown_megabytes, homes, row, way, config, batch, precision).result()
 
 
-def _grown_megabytes(homes: list[str], row: str, way: str, name: str, batch: int, precision: str) -> float:
+def _grown_megabytes(homes: list[str], row: str, way: str, config: RunConfig, batch: int, precision: str) -> float:
     for home in homes:
         load_plugin(home)
-    step = new_step(row, way, name, batch, torch.device("cpu"), precision)
+    step = new_step(row, way, config, batch, torch.device("cpu"), precision)
     before = _peak_kilobytes()
     step(), step()
     return (_peak_kilobytes() - before) / 2**10

@@ -18,8 +18,14 @@ verbs = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
 
 @verbs.command("train")
 def bench_train_command(
-    model: Annotated[str, typer.Option(help="A model's name.")] = "msdnet5",
+    model: Annotated[str | None, typer.Option(help="A model's name. Default: msdnet5, or the recipe's.")] = None,
     batch: Annotated[int, typer.Option(help="Loader batch: two updates of half of it.")] = 64,
+    recipe: Annotated[
+        str | None, typer.Option(help="A recipe whose network, objective and updates are timed; its data are not read.")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Change one of its settings: objective.name=distillation.")
+    ] = None,
     device: Device = "auto",
     precision: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     repeats: Annotated[int, typer.Option(help="Timed rounds; the median counts.")] = 7,
@@ -34,14 +40,23 @@ def bench_train_command(
 
     On a GPU each is run eagerly, as a CUDA graph, and as one with offramp's own kernels (fast).
     """
-    from offramp.bench.train import asked_rows, asked_ways, bench_train, lower_bound_line, where_time_goes
+    from offramp.bench.train import (
+        asked_rows,
+        asked_ways,
+        bench_train,
+        lower_bound_line,
+        what_to_bench,
+        where_time_goes,
+    )
     from offramp.common.device import device_name, pick_device
 
+    config = what_to_bench(model or (None if recipe else "msdnet5"), recipe, settings or [])
+    model = recipe or config.model.name
     chosen = pick_device(device)
     place = device_name(chosen)
     if where:
-        step, way = asked_rows(model, only or "forward_mode")[-1], asked_ways(chosen, way)[-1]
-        spent = where_time_goes(step, way, model, batch, device, precision)
+        step, way = asked_rows(config, only or "forward_mode")[-1], asked_ways(chosen, way)[-1]
+        spent = where_time_goes(step, way, config, batch, device, precision)
         if as_json:
             about = {"model": model, "batch": batch, "device": place, "step": step, "way": way}
             print(json.dumps({**about, "spent": spent}))
@@ -49,8 +64,8 @@ def bench_train_command(
         cells = [[name, f"{calls:,.0f}", f"{ms:,.2f}"] for name, calls, ms in spent[:25]]
         print_table(f"{step}: {model}, loader batch {batch}, {place}, {way}", ["what", "calls", "ms"], cells)
         return
-    rows = bench_train(model, batch, device, precision, repeats, only, way, silent=as_json)
-    floor = lower_bound_line(model, batch, device, precision)
+    rows = bench_train(config, batch, device, precision, repeats, only, way, silent=as_json)
+    floor = lower_bound_line(config, batch, device, precision)
     if as_json:
         found = {"model": model, "batch": batch, "device": place, "rows": [r.to_json() for r in rows], "floor": floor}
         print(json.dumps(found))

@@ -19,23 +19,24 @@ import torch
 from PIL import Image
 
 from offramp.bench.infer import Subject, stage_milliseconds
-from offramp.cli.options import command
+from offramp.cli.options import command, trying
 from offramp.common.console import print_table, say
 from offramp.common.files import write_json
 from offramp.common.formatting import Table, millions
 from offramp.common.timing import timed_ms
 from offramp.fitting.fit import fit
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run
-from offramp.measuring.intervals import paired_interval
+from offramp.measuring.intervals import paired_interval, right_interval
 from offramp.reporting.groups import gather
 from offramp.reporting.headline import price_in_points
 from offramp.reporting.report import Report, write_report
-from offramp.reporting.shipped import Shipped, find_shipped, right_interval
+from offramp.reporting.shipped import Shipped, find_shipped
 from offramp.running.bundle import Bundle, load_bundle
 from offramp.running.engines.torch_engine import TorchEngine, whole_network
 from offramp.running.export import export_run
 from offramp.running.predict import predict, result_table
 from offramp.runs.config import with_settings
+from offramp.runs.folder import RESUMED
 from offramp.runs.outputs import read_outputs
 from offramp.runs.recipe import load_recipe
 from offramp.training.evaluate import evaluate_run
@@ -54,10 +55,19 @@ def run_demo(out: Path, device: str, settings: Sequence[str] = ()) -> Path:
     """Digits: run everything into a new folder under `out` and return it; `settings` change both recipes."""
     say(
         "A small network with three exits learns to read digits, once with conventional training and once with learned "
-        "weights: about a minute."
+        "weights: about a minute on two idle cores."
     )
-    with _one_thread():
+    with _one_thread(), _never_resumed():
         return _digits(out, device, settings)
+
+
+@contextmanager
+def _never_resumed() -> Iterator[None]:
+    """A run that cannot be written says how to go on with it; a demo begins anew."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(str(error).replace(RESUMED, "another demo begins anew")) from error
 
 
 @contextmanager
@@ -89,10 +99,11 @@ def _digits(out: Path, device: str, settings: Sequence[str]) -> Path:
     print_table(*comparison(groups[0].first.predictions.right, groups[1].first.predictions.right, bundle.costs))
     say(
         "Brackets: 95 % intervals over the test images. One seed each, and another seed moves these numbers as well:\n"
-        "over six seeds neither way is better on digits (offramp recipes); docs/results.md has where weights help.\n"
+        "over six seeds neither way is better on digits (offramp recipes). Where weights help is in\n"
+        "docs/results/learned-weights.md.\n"
     )
     print_table(*result_table(predict(bundle, _image_files(folder)).rows), whole=True)
-    _say_where(folder, report, began, "training curves: tensorboard --logdir " + str(folder))
+    _say_where(folder, folder / "images", report, began, f"training curves: tensorboard --logdir {folder}")
     return folder
 
 
@@ -111,7 +122,8 @@ def run_photos_demo(out: Path, device: str) -> Path:
     say(f"\n$ {command('predict', found.bundle, one)}")
     print_table(*result_table(predict(load_bundle(found.bundle), [str(one)]).rows), whole=True)
     say(f"{found.sentence}\nA toy set, so the interval is wide; it says little about photos of yours.")
-    _say_where(folder, found.report, began, f"photos of yours: {command('fit', 'PHOTOS', '--out', 'OUT')}")
+    yours = command("fit", "PHOTOS", "--out", "OUT")
+    _say_where(folder, photos / "val", found.report, began, f"photos of yours: {yours}")
     return folder
 
 
@@ -190,9 +202,9 @@ def _write_report(folder: Path, runs: Sequence[str], bundle: Bundle, speed: Spee
     return write_report([folder / name for name in runs], folder / "report.html", times=times)
 
 
-def _say_where(folder: Path, report: Report, began: float, more: str) -> None:
+def _say_where(folder: Path, images: Path, report: Report, began: float, more: str) -> None:
     say(
         f"\ndone in {time.monotonic() - began:.0f} s; everything is in {folder}\n{more}\n"
-        f"more answers: {command('predict', folder / 'bundle', 'IMAGES')}\n"
+        f"more answers: {trying(folder / 'bundle', images)}\n"
         f"The report, to be opened in a browser: {report.page}"
     )

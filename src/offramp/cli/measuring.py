@@ -83,18 +83,18 @@ def calibrate_command(
         bundle, images = _bundle_and_images(run, data, data_dir, settings or [], device)
         options: dict[str, Any] = {"measure": measure, "temperature": temperature, "times": times, "silent": as_json}
         found = calibrate_bundle(bundle, images, out, request, **options)
-        saved = f"saved, with {len(found.policies) - 1} others: {out}\nnext: {trying(out, data_dir)}"
+        place, following = out, trying(out, data_dir)
     else:
         if data is not None or data_dir is not None or settings:
             raise ValueError(f"{run} is no bundle; a run is calibrated on its own calibration split, without --data")
         found = calibrate_run(run, request, measure=measure, temperature=temperature, times=times, lazy=lazy, out=out)
-        path = Path(run) / "policy.json" if out is None else out
-        saved = f"saved, with {len(found.policies) - 1} others: {path}\nnext: {_then_export(Path(run), out)}"
+        place = Path(run) / "policy.json" if out is None else out
+        following = _then_export(Path(run), out)
     if as_json:
         print(json.dumps(found.policy.to_json()))
         return
     print_table(*policy_table(found))
-    say(saved)
+    say(f"saved, with {len(found.policies) - 1} other policies: {place}\nnext: {following}")
 
 
 def _then_export(run: Path, policy: Path | None) -> str:

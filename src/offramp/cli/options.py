@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shlex
+import shutil
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,6 +15,8 @@ import typer
 from offramp.common.formatting import parse_count
 from offramp.common.images import MAX_PIXELS
 from offramp.common.registry import loaded
+
+NAME = "offramp"
 
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N; auto is the GPU if there is one.")]
 DataDir = Annotated[Path | None, typer.Option(help="Folder that holds the data set; digits needs none.")]
@@ -61,16 +67,28 @@ WorkerGpus = Annotated[
 ]
 
 
+def with_data_dir(settings: Iterable[str] | None, data_dir: Path | None) -> list[str]:
+    """Settings, and the folder of the data as one of them."""
+    own = [] if data_dir is None else [f"data.dir={json.dumps(str(data_dir), ensure_ascii=False)}"]
+    return [*(settings or ()), *own]
+
+
 def command(*words: object) -> str:
     """A command that can be copied as it is: with everything that was imported for this one."""
     imports = (word for plugin in loaded for word in ("--import", plugin))
-    return shlex.join(["offramp", *map(str, words), *imports])
+    return shlex.join([_program(), *map(str, words), *imports])
+
+
+def _program() -> str:
+    """What this program is called by: its name where the shell finds that, else the path it was started from."""
+    own = sys.argv[0]
+    return own if Path(own).name == NAME and shutil.which(NAME) is None else NAME
 
 
 def trying(bundle: Path, photos: Path | None = None) -> str:
-    """A command that tries a bundle: on photos that are known to be there, else on one that the bundle holds."""
-    own = next(iter(sorted(bundle.glob("photo-*.*"))), None)
-    return command("predict", bundle, photos or own or "IMAGES")
+    """A command that tries a bundle: on photos that are known, else on one that it holds, else on the server's page."""
+    images = photos or next(iter(sorted(bundle.glob("photo-*.*"))), None)
+    return command("serve", bundle) if images is None else command("predict", bundle, images)
 
 
 def pixels_allowed(text: str | None) -> int:

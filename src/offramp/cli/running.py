@@ -23,6 +23,7 @@ from offramp.cli.options import (
     Workers,
     pixels_allowed,
     trying,
+    with_data_dir,
 )
 from offramp.common.console import print_table, say
 from offramp.common.extras import require
@@ -186,6 +187,7 @@ def fit_command(
     threads: Annotated[int | None, typer.Option(help="Threads that will answer; default: one per core.")] = None,
     format: Format = None,
     settings: Settings = None,
+    data_dir: Annotated[Path | None, typer.Option(help="With a recipe: the folder that holds its data set.")] = None,
     device: Device = "auto",
 ) -> None:
     """Turn a folder of photos into the best network for what is asked; called again, it goes on where it was.
@@ -195,6 +197,8 @@ def fit_command(
     docs/fit.md explains it from the start. With a recipe, that is trained, evaluated, calibrated and exported.
     """
     if Path(source).is_dir():
+        if data_dir is not None:
+            raise ValueError(f"--data-dir is for recipes, but {source} is a folder of photos itself")
         require(*FIT_PACKAGES, *(() if format == "torch" else ("onnx", "onnxscript", "onnxruntime")))
     from offramp.cli.tables import policy_table
     from offramp.fitting.fit import fit
@@ -211,7 +215,7 @@ def fit_command(
         time=time,
         quick=quick,
         serving=Serving(format, "cpu" if device == "cpu" else "auto", batch, threads),
-        settings=tuple(settings or ()),
+        settings=tuple(with_data_dir(settings, data_dir)),
         device=device,
     )
     print_table(*policy_table(found.policies))
@@ -338,3 +342,5 @@ def _predict_on_ray(
         print(json.dumps(found.to_json()))
     else:
         say(f"{found}\nresults: {out}")
+    if found.unreadable:
+        raise typer.Exit(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -20,6 +19,7 @@ from offramp.cli.options import (
     Workers,
     command,
     numbers,
+    with_data_dir,
 )
 from offramp.common.console import print_table, say
 
@@ -58,10 +58,7 @@ def train(
     from offramp.runs.recipe import load_recipe
     from offramp.training.train import train_runs
 
-    changes = list(settings or [])
-    if data_dir is not None:
-        changes.append(f"data.dir={json.dumps(str(data_dir), ensure_ascii=False)}")
-    config = with_settings(load_recipe(recipe).config, changes)
+    config = with_settings(load_recipe(recipe).config, with_data_dir(settings, data_dir))
     jobs = [(config, out)]
     if seeds is not None:  # the same seed twice is one run
         own = dict.fromkeys(numbers(seeds, int))

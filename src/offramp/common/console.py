@@ -176,6 +176,5 @@ def log_to_console() -> None:
     """Warnings of the package go to standard error, a line each."""
     log = logging.getLogger("offramp")
     if not log.handlers:
-        stderr = Console(file=sys.stderr)
-        log.addHandler(RichHandler(console=stderr, show_time=False, show_path=False))
+        log.addHandler(RichHandler(console=Console(stderr=True), show_time=False, show_path=False))
         log.setLevel(logging.INFO)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from offramp.common.allocator import keep_freed_memory
 from offramp.common.names import check_device_name
 
 
@@ -24,6 +25,8 @@ def pick_device(name: str = "auto") -> torch.device:
         raise ValueError(f"device {name!r} was asked for, but torch sees {gpus or 'no'} GPUs here")
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)  # streams, graphs and kernels of our own go to the current one
+    if device.type == "cpu":
+        keep_freed_memory()
     return device
 
 

@@ -14,7 +14,9 @@ _FACTORS = {"k": 1e3, "m": 1e6, "g": 1e9}
 
 
 def millions(count: float) -> str:
-    """6859876 -> 6.86M, 2684440000 -> 2.684G."""
+    """6859876 -> 6.86M, 2684440000 -> 2.684G; a few thousand as they are."""
+    if count < 1e4:
+        return f"{count:,.0f}"
     return f"{count / 1e9:.3f}G" if count >= 1e9 else f"{count / 1e6:.2f}M"
 
 

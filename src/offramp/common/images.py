@@ -7,6 +7,7 @@ may have so many pixels, and all that are decoded at a time take so much memory,
 from __future__ import annotations
 
 import ctypes
+import errno
 import io
 import os
 import threading
@@ -43,6 +44,10 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }  # by EXIF's orientation
+# Errors of the machine, its disk or its network, which say nothing about an image.
+OF_THE_MACHINE = {
+    getattr(errno, name) for name in ("EIO", "ESTALE", "EMFILE", "ENFILE", "ENOMEM", "ENOTCONN", "ETIMEDOUT", "ENODEV")
+}
 Interpolation = Literal["bilinear", "bicubic"]
 FILTERS = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 
@@ -128,7 +133,7 @@ BUDGET = DecodeBudget(DECODE_BYTES)
 
 def open_image(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """An image whose head was read and whose size is allowed; nothing is decoded yet."""
-    with _explained():
+    with _explained(source):
         image = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_formats(source))
         most = USUAL_BYTES_PER_PIXEL * max_pixels // _bytes_per_pixel(image)
         if image.width * image.height > most:
@@ -155,16 +160,16 @@ def read_image(source: str | Path | bytes, max_pixels: int = MAX_PIXELS) -> Imag
 
 def decoded(image: Image.Image) -> Image.Image:
     """An opened image as RGB, upright; its file is closed."""
-    with _explained(), image:
+    with _explained(getattr(image, "filename", "")), image:
         return upright_rgb(image)
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
-    """Whatever goes wrong with an image is an `UnreadableImage` that says why."""
+def _explained(source: object) -> Iterator[None]:
+    """Whatever is wrong with an image is an `UnreadableImage` that says why; what is wrong with the machine is not."""
     try:
         yield
-    except UnreadableImage:
+    except (UnreadableImage, MemoryError):
         raise
     except FileNotFoundError as error:
         raise UnreadableImage("it is not there") from error
@@ -173,6 +178,10 @@ def _explained() -> Iterator[None]:
     except UnidentifiedImageError as error:  # which would say where in memory it lies
         raise UnreadableImage("it is no image of a known kind") from error
     except Exception as error:  # Pillow's decoders raise nearly anything on a broken file
+        if isinstance(error, OSError) and error.errno in OF_THE_MACHINE:
+            if error.filename is None and isinstance(source, (str, Path)):
+                error.filename = str(source)
+            raise
         raise UnreadableImage(str(error).splitlines()[0] if str(error) else type(error).__name__) from error
 
 

@@ -16,8 +16,9 @@ def unknown(what: str, given: object, allowed: Iterable[str]) -> str:
     names = list(allowed)
     near = nearest(given, names, 5)
     if len(names) > (FEW if near else MANY):
-        few = f"Near: {', '.join(near)}" if near else "None is near"
-        return f"{what} {given!r} is unknown{meant(given, names) or '.'} {few}; there are {len(names):,}"
+        first = meant(given, names) or "; no name is near it."
+        others = f" Also near: {', '.join(near[1:])}." if near[1:] else ""
+        return f"{what} {given!r} is unknown{first}{others} There are {len(names):,}"
     return f"{what} {given!r} is unknown{meant(given, names) or '.'} Known: {', '.join(names) or 'none'}"
 
 

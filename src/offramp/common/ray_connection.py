@@ -6,6 +6,7 @@ What Ray prints and logs is kept out of the way; its own logs are in /tmp/ray.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 from collections.abc import Iterator
@@ -23,8 +24,11 @@ class RayFailed(OSError):
 
 
 @contextmanager
-def ray_connection(address: str = LOCAL, **started_with: Any) -> Iterator[None]:
-    """Join the cluster at `address`; or, if it is `local`, start Ray here with some options and end it afterwards."""
+def ray_connection(address: str = LOCAL, cpus: float = 1.0, **started_with: Any) -> Iterator[None]:
+    """Join the cluster at `address`; or, if it is `local`, start Ray here and end it afterwards.
+
+    A Ray that is started has as many CPUs as there are cores, or `cpus` if those are more: it only counts them.
+    """
     import ray
 
     if "://" in address:
@@ -36,7 +40,8 @@ def ray_connection(address: str = LOCAL, **started_with: Any) -> Iterator[None]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     if address == LOCAL:
-        options |= {"include_dashboard": False, **started_with}
+        cores = max(len(os.sched_getaffinity(0)), math.ceil(cpus))
+        options |= {"include_dashboard": False, "num_cpus": cores, **started_with}
     with _token_where_asked_for(address):
         try:
             ray.init(address, **options)

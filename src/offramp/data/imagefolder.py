@@ -28,7 +28,7 @@ from offramp.common.seeds import mix
 from offramp.data.augment import normalise
 from offramp.data.dataset import Batch, Dataset, Shuffle, register_dataset
 from offramp.data.device_photos import DeviceCrop
-from offramp.data.listing import FileSplit, FolderListing, Unreadable, list_folder
+from offramp.data.listing import FileSplit, FolderListing, Unreadable, first_twins, list_folder
 from offramp.data.photos import PhotoAugmentation, Transform
 from offramp.data.splits import fold_numbers
 
@@ -67,11 +67,16 @@ def with_fold(listed: FolderListing, folds: int, fold: int, seed: int) -> Folder
     if not 1 <= fold <= folds:
         raise ValueError(f"data.options.fold must lie between 1 and {folds}, got {fold}")
     everything = not_tested_on(listed)
-    held = fold_numbers(everything.labels, folds, seed) == fold
+    held = folds_of(everything, folds, seed) == fold
     if not held.any():
         raise ValueError(f"{len(held)} images cannot be parted into {folds} folds; add some")
     parts = {"train": everything.take(np.flatnonzero(~held)), "calibration": everything.take(np.flatnonzero(held))}
     return replace(listed, splits={**listed.splits, **parts})
+
+
+def folds_of(files: FileSplit, folds: int, seed: int) -> np.ndarray:
+    """The fold of each file, from 1; copies of a photo share one, or networks would judge what they have seen."""
+    return fold_numbers(files.labels, folds, seed)[first_twins(files.paths)]
 
 
 def not_tested_on(listed: FolderListing) -> FileSplit:
@@ -248,10 +253,7 @@ class ImageFolderDataset(Dataset):
         places: Tensor | None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Training batches of photos that lie on the device."""
-        side, rows = crop.side(self.image_size), range(self.size("train"))
-        requests = [[Request(row, True, side=side) for row in rows[at : at + READ]] for at in range(0, len(rows), READ)]
-        parts = self._keep(("train", side, device), self._load("train", requests, device))
-        squares, labels, _, widths = (torch.cat(each) for each in zip(*parts, strict=True))
+        ((squares, labels, widths),) = self._keep(("train", crop, device), self._squares(crop, device))
         mine = slice(None) if places is None else places.to(device)
         shuffle, draw = Shuffle(len(labels), seed, device), torch.Generator(device=device)
         for step in count(start):
@@ -259,6 +261,21 @@ class ImageFolderDataset(Dataset):
             draw.manual_seed(mix(seed, "augment", step))
             images = crop(squares[chosen], widths[chosen], self.image_size, draw)
             yield normalise(images[mine], self.mean, self.std), labels[chosen][mine]
+
+    def _squares(self, crop: DeviceCrop, device: torch.device) -> Iterator[tuple[Tensor, ...]]:
+        """All training photos with their labels and widths: one set of tensors, filled part by part.
+
+        Parts that were put together in the end would take twice the memory.
+        """
+        side, rows = crop.side(self.image_size), range(self.size("train"))
+        requests = [[Request(row, True, side=side) for row in rows[at : at + READ]] for at in range(0, len(rows), READ)]
+        squares = torch.empty((len(rows), 3, side, side), dtype=torch.uint8, device=device)
+        labels = torch.empty(len(rows), dtype=torch.long, device=device)
+        widths, filled = torch.empty(len(rows), device=device), 0
+        for images, own, _, wide in self._load("train", requests, device):
+            here = slice(filled, filled := filled + len(own))
+            squares[here], labels[here], widths[here] = images, own, wide
+        yield squares[:filled], labels[:filled], widths[:filled]
 
     def _keep(self, key: tuple[Any, ...], loaded: Iterator[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
         """What was loaded under this key, read the first time only."""

@@ -12,13 +12,13 @@ import logging
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from offramp.common.files import permitted, short_digest, walk
+from offramp.common.files import permitted, sha256, short_digest, walk
 from offramp.common.images import (
     HEIC_SUFFIXES,
     SUFFIXES,
@@ -34,8 +34,13 @@ log = logging.getLogger("offramp")
 
 TEST_SHARE = 0.2
 CALIBRATION_SHARE = 0.1
-ALLOWED_UNREADABLE = 0.01
+ALLOWED_UNREADABLE = 0.01  # of a folder's images
+ALWAYS_ALLOWED = 5  # of fifty or more
+FEWEST_DIFFERENT = 3  # photos of a class, one for each split
+MOST_COMPARED = 50_000  # photos; in larger folders copies are not looked for, which would take long
 TEST_FOLDERS = ("val", "valid", "validation", "test")  # beside train/; the first that is there
+SPLITS = {"train", "training", "val", "validation", "test", "testing"}  # what hardly any class is called
+MAC = "__MACOSX"  # what archives made there hold beside the photos
 EXAMPLES = 3  # of what is ignored, or of classes that are too small
 
 
@@ -136,13 +141,19 @@ class Layout:
     def say_ignored(self) -> str:
         """Say, once in a process, what is not used."""
         text = str(self.ignored)
-        if text and (self.root, text) not in _said:
-            _said.add((self.root, text))
-            log.warning("not used in %s: %s", self.root, text)
+        if text:
+            say_once(self.root, f"not used in {self.root}: {text}")
         return text
 
 
 _said: set[tuple[Path, str]] = set()
+
+
+def say_once(root: Path, text: str) -> None:
+    """A warning about a folder, once in a process."""
+    if (root, text) not in _said:
+        _said.add((root, text))
+        log.warning("%s", text)
 
 
 def list_folder(data_dir: str | Path | None, seed: int = 0, calibration: int | None = None) -> FolderListing:
@@ -153,18 +164,67 @@ def list_folder(data_dir: str | Path | None, seed: int = 0, calibration: int | N
         raise ValueError(
             f"{layout.train_root} needs a folder for each of at least two classes, or a {LABELS}; found {len(names)}"
         )
+    if layout.table is None:
+        doubt_classes(layout.train_root, names)
     train, test = layout.train(), layout.test()
     identity, ignored = layout.identity(train), layout.say_ignored()
     refuse_small_classes(layout.train_root, train, names, 1 + (test is None) + (calibration is None))
+    together = Together(train.paths)
     if test is None:
-        kept, held = hold_out_share(train.labels, TEST_SHARE, seed, "test", names)
-        train, test = train.take(kept), train.take(held)
-    if calibration is None:
-        kept, held = hold_out_share(train.labels, CALIBRATION_SHARE, seed, "calibration", names)
-    else:
-        kept, held = hold_out(train.labels, calibration, seed, "calibration", names)
-    splits = {"train": train.take(kept), "calibration": train.take(held), "test": test}
-    return FolderListing(names, splits, identity, ignored)
+        train, test = together.parted(train, lambda labels: hold_out_share(labels, TEST_SHARE, seed, "test", names))
+
+    def held_out(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        if calibration is None:
+            return hold_out_share(labels, CALIBRATION_SHARE, seed, "calibration", names)
+        return hold_out(labels, calibration, seed, "calibration", names)
+
+    train, held = together.parted(train, held_out)
+    splits = {"train": train, "calibration": held, "test": test}
+    return FolderListing(names, splits, short_digest([identity, "copies"]) if together.moved else identity, ignored)
+
+
+class Together:
+    """Holds files out so that copies of a photo stay on one side; `moved` says whether any had to be."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        twins = first_twins(paths) if len(paths) <= MOST_COMPARED else np.arange(len(paths))
+        self.photo = dict(zip(paths, twins.tolist(), strict=True))  # a number that copies share
+        self.moved = False
+
+    def parted(
+        self, files: FileSplit, hold_out: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+    ) -> tuple[FileSplit, FileSplit]:
+        """(kept, held out): drawn among photos that differ, by their labels; copies go where their first one goes."""
+        first = self._first(files)
+        different = np.flatnonzero(first == np.arange(len(first)))
+        held = np.isin(first, different[hold_out(files.labels[different])[1]])
+        self.moved |= bool(held.any()) and len(different) < len(first)
+        return files.take(np.flatnonzero(~held)), files.take(np.flatnonzero(held))
+
+    def _first(self, files: FileSplit) -> np.ndarray:
+        """The place of each file's first copy; its own in a class of copies alone, which could not be split."""
+        _, firsts, photos = np.unique([self.photo[p] for p in files.paths], return_index=True, return_inverse=True)
+        different = np.bincount(files.labels[firsts], minlength=files.labels.max(initial=0) + 1)
+        return np.where(different[files.labels] < FEWEST_DIFFERENT, np.arange(len(photos)), firsts[photos])
+
+
+def first_twins(paths: Sequence[Path]) -> np.ndarray:
+    """Of each file the place of the first with the same content: its own, unless it is a copy."""
+    lengths = [path.stat().st_size for path in paths]
+    shared, found = Counter(lengths), np.arange(len(paths))
+    known: dict[tuple[int, str], int] = {}
+    for place, (path, length) in enumerate(zip(paths, lengths, strict=True)):
+        if shared[length] > 1:
+            found[place] = known.setdefault((length, content_of(path)), place)
+    return found
+
+
+def content_of(path: Path) -> str:
+    """A digest that copies share; a file that may not be opened is like no other."""
+    try:
+        return sha256(path)
+    except PermissionError:
+        return str(path)
 
 
 def refuse_small_classes(root: Path, files: FileSplit, names: Sequence[str], least: int) -> None:
@@ -179,12 +239,35 @@ def refuse_small_classes(root: Path, files: FileSplit, names: Sequence[str], lea
         )
 
 
+def doubt_classes(root: Path, names: Sequence[str]) -> None:
+    """Folders that must be splits are refused as classes; where they may be, that is said."""
+    inside = {name: set(class_folders(root / name)) - {name} for name in names}
+    shared = sorted(inner for inner, count in Counter(i for own in inside.values() for i in own).items() if count > 1)
+    for name, own in inside.items():
+        if own and (own <= set(names) or (name.casefold() in SPLITS and own & set(shared))):
+            raise ValueError(
+                f"{root} would have the class {name!r}, which holds folders that look like classes "
+                f"({', '.join(sorted(own)[:EXAMPLES])}); put the images to learn from under train/CLASS/ and those to "
+                "test on under test/CLASS/, or take the folder out"
+            )
+    called = [name for name in names if name.casefold() in SPLITS]
+    if called:
+        say_once(root, f"{root / called[0]} is taken as a class; it would be a split beside a folder train/")
+    elif len(shared) > 1:
+        some = ", ".join(shared[:EXAMPLES])
+        say_once(
+            root,
+            f"classes of {root} hold folders of the same names ({some}); if these are the classes, put them under "
+            "train/ and test/",
+        )
+
+
 def folder_layout(data_dir: str | Path | None, known: Collection[str] = ()) -> Layout:
     """How a folder says what its images show; `known` are classes that a lone folder may be one of."""
     root = existing_folder(data_dir)
     with permitted():
         ignored = Ignored()
-        top = _inside_wrappers(root, known)
+        top = _inside_wrappers(root, known, ignored)
         train_root, test_root = _split_roots(top, known, ignored)
         names = class_folders(train_root)
         table = None
@@ -208,13 +291,15 @@ def _are_classes(names: Sequence[str], known: Collection[str]) -> bool:
 
 def existing_folder(data_dir: str | Path | None) -> Path:
     """The folder, if it is one."""
-    if data_dir is None or not Path(data_dir).is_dir():
-        raise ValueError(f"imagefolder needs a data directory with a folder per class, got {data_dir}")
+    if data_dir is None:
+        raise ValueError("imagefolder needs a folder with a folder per class: name it with --data-dir")
+    if not Path(data_dir).is_dir():
+        raise ValueError(f"{data_dir} is not there; imagefolder needs a folder with a folder per class")
     return Path(data_dir)
 
 
-def _inside_wrappers(root: Path, known: Collection[str] = ()) -> Path:
-    """The folder itself, or what it wraps: a lone folder that holds nothing but folders, as archives unpack to."""
+def _inside_wrappers(root: Path, known: Collection[str], ignored: Ignored) -> Path:
+    """The folder itself, or what it wraps: a lone folder of folders, as archives unpack to; an image may lie beside."""
     for _ in range(3):
         folders = class_folders(root)
         if len(folders) != 1 or folders[0] in known or folders[0].casefold() == "train" or _holds_images(root):
@@ -222,12 +307,14 @@ def _inside_wrappers(root: Path, known: Collection[str] = ()) -> Path:
         inner = root / folders[0]
         if not class_folders(inner) or _holds_images(inner):
             return root
+        _note_files(root, ignored)
         root = inner
     return root
 
 
 def _holds_images(folder: Path) -> bool:
-    return any(is_image_name(path.name) for path in folder.iterdir()) or (folder / LABELS).is_file()
+    """Whether it has a table, or more than a stray image."""
+    return sum(is_image_name(path.name) for path in folder.iterdir()) > 1 or (folder / LABELS).is_file()
 
 
 def _named(root: Path, name: str) -> Path | None:
@@ -245,25 +332,35 @@ def _split_roots(top: Path, known: Collection[str], ignored: Ignored) -> tuple[P
         if (top / "val").is_dir():
             raise ValueError(f"{top} has val/ but no train/; put the training images under train/CLASS/")
         return top, None
-    inner = [(folder, _inside_wrappers(folder, known)) for folder in tests]
+    inner = [(folder, _inside_wrappers(folder, known, ignored)) for folder in tests]
     usable = [(folder, own) for folder, own in inner if class_folders(own)]
     ignored.note("folders without classes", [folder for folder, own in inner if not class_folders(own)])
     if not class_folders(train):
         return train, None
     ignored.note("folders beside the one that is the test split", [folder for folder, _ in usable[1:]])
-    return _inside_wrappers(train, known), usable[0][1] if usable else None
+    return _inside_wrappers(train, known, ignored), usable[0][1] if usable else None
 
 
 def _note_beside(top: Path, train_root: Path, test_root: Path | None, ignored: Ignored) -> None:
     """What lies on the way to the class folders: images with no class, other folders, an unused table."""
     for place in dict.fromkeys((top, train_root, test_root)):
-        for path in sorted(place.iterdir()) if place is not None else ():
-            if not path.is_dir():
-                ignored.note("images that lie in no class folder" if is_image_name(path.name) else _kind(path), [path])
-            elif path.name.startswith("."):
-                ignored.note("hidden folders", [path])
-            elif place == top != train_root and path.name.casefold() not in ("train", *TEST_FOLDERS):
-                ignored.note("folders beside train/", [path])
+        if place is not None:
+            _note_files(place, ignored)
+    beside = [name for name in class_folders(top) if name.casefold() not in ("train", *TEST_FOLDERS)]
+    ignored.note("folders beside train/", beside if top != train_root else [])
+
+
+def _note_files(place: Path, ignored: Ignored) -> None:
+    """Files and hidden folders of a folder whose other folders are used."""
+    for path in sorted(place.iterdir()):
+        if not path.is_dir():
+            ignored.note("images that lie in no class folder" if is_image_name(path.name) else _kind(path), [path])
+        elif _is_hidden(path.name):
+            ignored.note("hidden folders", [path])
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == MAC
 
 
 def _kind(path: Path) -> str:
@@ -277,7 +374,8 @@ def _kind(path: Path) -> str:
 
 def class_folders(root: Path) -> tuple[str, ...]:
     """The names of the folders in a folder, hidden ones left out."""
-    return tuple(sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")))
+    with permitted():
+        return tuple(sorted(p.name for p in root.iterdir() if p.is_dir() and not _is_hidden(p.name)))
 
 
 def refuse_same_words(root: Path, names: Sequence[str]) -> None:
@@ -297,9 +395,17 @@ def list_files(root: Path, names: tuple[str, ...], ignored: Ignored | None = Non
     """The images below `root/NAME`, labelled by the name's place."""
     ignored = Ignored() if ignored is None else ignored
     with permitted():
-        strangers = sorted(set(class_folders(root)) - set(names))
+        strangers, missing = (
+            sorted(set(class_folders(root)) - set(names)),
+            sorted(set(names) - set(class_folders(root))),
+        )
         if strangers:
             raise ValueError(f"{root} has the class {strangers[0]!r}, which the training folder does not have")
+        if missing:
+            raise ValueError(
+                f"{root} has no folder for the class {missing[0]!r}, which the training folder has; put some of its "
+                "images there, or take the class out"
+            )
         paths: list[Path] = []
         labels: list[int] = []
         for label, name in enumerate(names):
@@ -325,6 +431,11 @@ def _images_below(folder: Path, ignored: Ignored) -> list[Path]:
     return sorted(found)
 
 
+def most_unreadable(images: int) -> int:
+    """How many of a folder's images are passed over; with more, something is wrong with the folder."""
+    return max(min(ALWAYS_ALLOWED, images // 10), 1, int(ALLOWED_UNREADABLE * images))
+
+
 class Unreadable:
     """Counts the unreadable images of a folder, each once, and stops the run when there are too many."""
 
@@ -337,12 +448,12 @@ class Unreadable:
             if path not in self.paths:
                 self.paths[path] = self._why(path)
                 log.warning("unreadable image passed over (%d so far): %s: %s", len(self.paths), path, self.paths[path])
-        if len(self.paths) > max(1, ALLOWED_UNREADABLE * self.images):
+        if len(self.paths) > most_unreadable(self.images):
             last, why = list(self.paths.items())[-1]
             raise ValueError(
-                f"{len(self.paths)} images are unreadable, more than {ALLOWED_UNREADABLE:.0%} of {self.images:,}; the "
-                f"last one is {last}: {why}. Repair or remove them before training, or allow larger ones with "
-                "data.max_pixels"
+                f"{len(self.paths)} of {self.images:,} images are unreadable, more than the "
+                f"{most_unreadable(self.images):,} that are passed over; the last one is {last}: {why}. Repair or "
+                "remove them before training, or allow larger ones with data.max_pixels"
             )
 
     def _why(self, path: Path) -> str:

@@ -19,6 +19,8 @@ from offramp.data import Dataset, prepared_for
 from offramp.fitting.choice import common_rows
 from offramp.fitting.plan import Member, Plan
 from offramp.fitting.saved import Logits, is_written, write_logits, write_run
+from offramp.measuring.calibrate import SPLIT_SEED
+from offramp.measuring.risk import halves
 from offramp.models.cascade import Cascade, cascade
 from offramp.models.exits import ExitNet
 from offramp.models.registry import load_model
@@ -103,13 +105,17 @@ def _of_one_way(plan: Plan, folder: Path, way: str, count: int) -> list[Candidat
     return found
 
 
-def reference_of(found: Sequence[Candidate]) -> Candidate:
-    """The single network that everything is compared with: of the largest of each way, the best on held-out images."""
+def reference_of(found: Sequence[Candidate], promise: bool = False) -> Candidate:
+    """The single network that everything is compared with: of the largest of each way, the best on held-out images.
+
+    For a promise only the half counts that thresholds come from; the other one certifies.
+    """
     largest = list({one.run: one for one in reversed(found) if one.family == "single"}.values())
     said = [one.said("calibration") for one in largest]
+    common = common_rows(said)
+    seen = halves(len(common[0]), SPLIT_SEED)[0] if promise else slice(None)
     right = [
-        (own.logits[-1].argmax(-1) == own.labels)[rows].mean()
-        for own, rows in zip(said, common_rows(said), strict=True)
+        (own.logits[-1].argmax(-1) == own.labels)[rows][seen].mean() for own, rows in zip(said, common, strict=True)
     ]
     return largest[int(np.argmax(right))]
 

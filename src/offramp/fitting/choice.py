@@ -2,13 +2,14 @@
 
 Saved arrays in, frozen values out. Thresholds that a point is judged by were found on other images than those it is
 judged on (five random parts take turns), so that a network with many thresholds has no advantage over one with none.
-The test split is not looked at.
+The choice among them is judged in the same way, as the best of many looks better than it is. The test split is not
+looked at.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,14 +17,22 @@ import numpy as np
 from offramp.common.formatting import millions
 from offramp.measuring.calibrate import SPLIT_SEED, PolicyRequest
 from offramp.measuring.confidence import Predictions
-from offramp.measuring.intervals import paired_interval, proportion_interval, samples_needed
+from offramp.measuring.intervals import (
+    Interval,
+    paired_interval,
+    reach,
+    right_interval,
+    samples_needed,
+)
 from offramp.measuring.policy import WIDEST_POINTS, exits_taken, outcome
-from offramp.measuring.risk import certify, halves, safe_to_cheap
+from offramp.measuring.risk import certify, halves, promised, safe_to_cheap
 from offramp.measuring.thresholds import search
 
 BUDGETS = 24  # points of a network with exits
 PARTS = 5
 CANDIDATES = 100
+EACH = 0.985  # with which two intervals hold, so that what they span holds 95 times in 100, whatever is chosen (tests)
+STRICTNESS = (1.0, 1.25, 1.5, 2.0, 3.0)  # standard errors by which a loss stays within its limit; the first that holds
 
 
 @dataclass(frozen=True)
@@ -67,22 +76,24 @@ class Point:
         return price
 
     def to_json(self) -> dict[str, Any]:
-        low, high = proportion_interval(int(self.right.sum()), len(self.right))
-        return {"mul_adds": self.mul_adds, "ms": self.ms, "top1": self.top1, "interval": [low, high]}
+        interval = list(right_interval(self.right))
+        return {"mul_adds": self.mul_adds, "ms": self.ms, "top1": self.top1, "interval": interval}
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen network and point. `needed` is how many held-out images it would take to trust something cheaper.
+    """The chosen network and point, and the points that such a choice loses against the single network (see `judged`).
 
-    `drop` and `drop_interval` are the points lost against the single network, on held-out images.
+    `needed` is how many held-out images it would take to trust something cheaper; None if nothing cheaper was doubted.
+    `certified`: the loss is that on the images, so many, which certify a promise.
     """
 
     network: int
     point: int
     drop: float
-    drop_interval: tuple[float, float]
+    drop_interval: Interval
     needed: int | None = None
+    certified: int | None = None
 
 
 def unit_of(request: PolicyRequest) -> str:
@@ -112,7 +123,7 @@ def common_rows(saved: Sequence[Indexed]) -> list[np.ndarray]:
 
 
 def points(network: Network, request: PolicyRequest) -> list[Point]:
-    """The network at budgets from its first exit's cost to its last's, and at the one asked for."""
+    """The network at budgets from its first exit's cost to its last's; at the one asked for; last, with a promise."""
     given, unit = network.given, unit_of(request)
     prices = network.prices(unit)
     if given.num_exits == 1:
@@ -126,7 +137,18 @@ def points(network: Network, request: PolicyRequest) -> list[Point]:
         found = search(given.rows(fit), prices, budgets)
         for at, thresholds in enumerate(found):
             taken[at, judge] = exits_taken(given.confidences[:, judge], thresholds)
-    return [_point(network, budget, exits) for budget, exits in zip(budgets, taken, strict=True)]
+    judged = [_point(network, budget, exits) for budget, exits in zip(budgets, taken, strict=True)]
+    return [*judged, *_kept_promise(network, request)]
+
+
+def _kept_promise(network: Network, request: PolicyRequest) -> list[Point]:
+    """The point that ships if a promise is asked for and this network chosen: with the certified thresholds."""
+    if request.risk is None or not network.whole:
+        return []
+    given, prices = network.given, network.prices(unit_of(request))
+    thresholds, _ = promised(given, prices, request.risk, request.probability, SPLIT_SEED)
+    exits = exits_taken(given.confidences, thresholds)
+    return [_point(network, float(np.mean(np.asarray(prices)[exits - 1])), exits)]
 
 
 def _parts(samples: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -143,61 +165,132 @@ def _point(network: Network, budget: float, exits: np.ndarray) -> Point:
     return Point(budget, float(np.mean(np.asarray(network.mul_adds, np.float64)[exits - 1])), ms, right)
 
 
-def choose(networks: Sequence[Network], curves: Sequence[Sequence[Point]], request: PolicyRequest) -> Choice:
-    """The best network and point for what was asked; `networks[0]` is the single one that all are compared with."""
+def choose(
+    networks: Sequence[Network], curves: Sequence[Sequence[Point]], request: PolicyRequest, plain: bool = False
+) -> Choice:
+    """The best network and point for what was asked, or with `plain` the best of the plain networks.
+
+    `networks[0]` is the single network that all are compared with.
+    """
     if request.risk is not None:
-        return _promising(networks, curves, request)
+        return single_network() if plain else _promising(networks, curves, request)
+    unit = unit_of(request)
+    tried = _Tried(networks, curves, unit, plain)
     asked = request.budget_mul_adds if request.budget_ms is None else request.budget_ms
-    if asked is not None:
-        return _most_accurate(networks, curves, asked, unit_of(request))
-    return _cheapest(curves, request, unit_of(request))
-
-
-def _most_accurate(networks: Sequence[Network], curves: Sequence[Sequence[Point]], budget: float, unit: str) -> Choice:
-    """The most accurate within a budget; of equals the cheapest."""
-    fitting = [
-        (point.top1, -point.price(unit), -n, p)
-        for n, curve in enumerate(curves)
-        for p, point in enumerate(curve)
-        if point.budget <= budget * (1 + 1e-12)
-    ]
-    if not fitting:
+    if asked is None:
+        return _cheapest(tried, request)
+    if not (tried.budgets <= asked).any():
         least = min(network.prices(unit)[0] for network in networks)
-        show = millions if unit == "mul_adds" else "{:.3g} ms".format
-        raise ValueError(f"the budget {show(budget)} is below what the cheapest network takes, {show(least)} per image")
-    _, _, n, p = max(fitting)
-    return _chosen(curves, -n, p)
+        show, more = ("{:.3g} ms".format, "") if unit == "ms" else (millions, "; a new --out trains a smaller one, too")
+        raise ValueError(f"the budget {show(asked)} is below what the cheapest takes, {show(least)} per image{more}")
+    return tried.judged(tried.most_accurate(asked))
 
 
-def _cheapest(curves: Sequence[Sequence[Point]], request: PolicyRequest, unit: str) -> Choice:
-    """The cheapest whose loss against the single network is small enough and, unless overruled, known well enough."""
-    allowed = request.drop_allowed
-    single = curves[0][-1]
-    close = [
-        (point.price(unit), n, p)
-        for n, curve in enumerate(curves)
-        for p, point in enumerate(curve)
-        if 100 * (single.top1 - point.top1) <= allowed + 1e-9 and point.price(unit) <= single.price(unit)
-    ]
-    trusted = [one for one in close if request.anyway or _reach(curves[one[1]][one[2]], single) <= WIDEST_POINTS]
-    _, n, p = min(trusted)  # the single network itself is always among them
-    doubted = [one for one in close if one not in trusted and one[0] < min(trusted)[0]]
-    needed = None
-    if doubted and (n, p) == (0, len(curves[0]) - 1):
-        needed = min(samples_needed(curves[n][p].right, single.right, WIDEST_POINTS) for _, n, p in doubted)
-    return _chosen(curves, n, p, needed)
+def single_network() -> Choice:
+    """The single network that everything is compared with."""
+    return Choice(0, 0, 0.0, (0.0, 0.0))
 
 
-def _reach(point: Point, single: Point) -> float:
-    """How much more than was seen, or than nothing, may be lost against the single network, in points."""
-    return _drop_interval(point, single)[1] - max(0.0, 100 * (single.top1 - point.top1))
+Rule = Callable[[np.ndarray], int]  # held-out images, by their rows, to the place of the point that is best on them
 
 
-def _drop_interval(point: Point, single: Point) -> tuple[float, float]:
-    """Of the points lost against the single network, which loses none against itself."""
-    if point is single:
-        return 0.0, 0.0
-    return paired_interval(single.right, point.right)
+class _Tried:
+    """All points that may be chosen, as arrays [M] and [M, N]; the single network is the first of them."""
+
+    def __init__(
+        self, networks: Sequence[Network], curves: Sequence[Sequence[Point]], unit: str, plain: bool = False
+    ) -> None:
+        kept = [n for n, network in enumerate(networks) if not plain or network.family == "single"]
+        every = [(n, p, point) for n in kept for p, point in enumerate(curves[n])]
+        self.places = [(n, p) for n, p, _ in every]
+        self.budgets = np.array([point.budget for *_, point in every])
+        self.prices = np.array([point.price(unit) for *_, point in every])
+        self.right = np.stack([point.right for *_, point in every])
+        self.lost = self.right[:1].astype(np.int8) - self.right
+
+    def place(self, choice: Choice) -> int:
+        return self.places.index((choice.network, choice.point))
+
+    def most_accurate(self, budget: float) -> Rule:
+        """Within a budget; of equals the cheapest."""
+        within = np.flatnonzero(self.budgets <= budget)
+
+        def rule(rows: np.ndarray) -> int:
+            right = self.right[np.ix_(within, rows)].sum(axis=1)
+            return int(within[np.lexsort((self.prices[within], -right))[0]])
+
+        return rule
+
+    def cheapest(self, allowed: float, errors: float, known: np.ndarray) -> Rule:
+        """Of those that are known well enough, and would be within the limit with so many standard errors more."""
+        able = known & (self.prices <= self.prices[0])
+
+        def rule(rows: np.ndarray) -> int:
+            close = able & (self.drops(rows, errors) <= allowed + 1e-9)
+            close[0] = True
+            return int(np.where(close, self.prices, np.inf).argmin())
+
+        return rule
+
+    def drops(self, rows: np.ndarray, errors: float = 0.0) -> np.ndarray:
+        """The points that each loses against the single network on some images, and so many standard errors more."""
+        lost = self.lost[:, rows]
+        return 100 * (lost.mean(axis=1) + errors * lost.std(axis=1) / len(rows) ** 0.5)
+
+    def reaches(self) -> np.ndarray:
+        """How far the interval of each one's loss goes beyond the loss that was seen."""
+        drops = self.drops(np.arange(self.right.shape[1])).tolist()
+        intervals = [(0.0, 0.0), *(paired_interval(self.right[0], own, EACH) for own in self.right[1:])]
+        return np.array([reach(drop, interval) for drop, interval in zip(drops, intervals, strict=True)])
+
+    def judged(self, rule: Rule) -> Choice:
+        """What a rule chooses from all images, and what is lost by choosing so.
+
+        The best of many looks better than it is. So the estimate is of the rule: on four of five parts of the images it
+        chooses a network with its thresholds, the fifth judges that, and all five put together are what is lost. The
+        interval, of 95 %, spans that and what the choice from all images was seen to lose.
+        """
+        chosen, right = rule(np.arange(self.right.shape[1])), np.zeros(self.right.shape[1], bool)
+        if chosen == 0:
+            return single_network()
+        for fit, judge in _parts(len(right)):
+            right[judge] = self.right[rule(fit)][judge]
+        single, own = self.right[0], self.right[chosen]
+        (low, high), (lowest, highest) = (paired_interval(single, each, EACH) for each in (right, own))
+        drop = 100 * float(single.mean() - right.mean())
+        return Choice(*self.places[chosen], drop, (min(low, lowest), max(high, highest)))
+
+
+def _cheapest(tried: _Tried, request: PolicyRequest) -> Choice:
+    """The cheapest whose loss against the single network is small enough and, unless overruled, known well enough.
+
+    Both must hold for the choice as it is judged too; until they do, it is made more strictly.
+    """
+    allowed, reaches, doubted = request.drop_allowed, tried.reaches(), {}
+    for strictness in STRICTNESS:
+        known = request.anyway | (strictness * reaches <= WIDEST_POINTS)
+        found = tried.judged(tried.cheapest(allowed, strictness, known))
+        wide = 0.0 if request.anyway else reach(found.drop, found.drop_interval)
+        if found.drop <= allowed and wide <= WIDEST_POINTS:
+            break
+        if found.drop <= allowed:
+            doubted[tried.place(found)] = wide
+    else:
+        found = single_network()
+    if not request.anyway:
+        close = tried.drops(np.arange(tried.right.shape[1])) <= allowed
+        doubted |= {place: reaches[place] for place in np.flatnonzero(close & (reaches > WIDEST_POINTS)).tolist()}
+    return replace(found, needed=_needed(tried, doubted, tried.prices[tried.place(found)]))
+
+
+def _needed(tried: _Tried, doubted: Mapping[int, float], price: float) -> int | None:
+    """How many held-out images it would take to know what one of those loses that are doubted and cost less."""
+    cheaper = {place: wide for place, wide in doubted.items() if tried.prices[place] < price}
+    if not cheaper:
+        return None
+    place, wide = min(cheaper.items(), key=lambda one: one[1])
+    least = int(tried.right.shape[1] * wide / WIDEST_POINTS) + 1  # no interval narrows faster
+    return max(least, samples_needed(tried.right[0], tried.right[place], WIDEST_POINTS, EACH))
 
 
 def _promising(networks: Sequence[Network], curves: Sequence[Sequence[Point]], request: PolicyRequest) -> Choice:
@@ -208,27 +301,20 @@ def _promising(networks: Sequence[Network], curves: Sequence[Sequence[Point]], r
     """
     assert request.risk is not None
     unit = unit_of(request)
-    best = (curves[0][-1].price(unit), 0)
+    rows, others = halves(networks[0].given.samples, SPLIT_SEED)
+    best = (curves[0][0].price(unit), 0)
     for n, network in enumerate(networks):
         if network.whole and network.given.num_exits > 1:
-            rows, _ = halves(network.given.samples, SPLIT_SEED)
             half, prices = network.given.rows(rows), network.prices(unit)
             found = search(half, prices, np.linspace(prices[0], prices[-1], CANDIDATES))
             thresholds, _ = certify(safe_to_cheap(half, prices, found), half, request.risk, request.probability)
             best = min(best, (outcome(half, thresholds, prices).cost, n))
     cost, n = best
-    nearest = min(range(len(curves[n])), key=lambda p: abs(curves[n][p].price(unit) - cost))
-    return _chosen(curves, n, nearest)
-
-
-def _chosen(curves: Sequence[Sequence[Point]], n: int, p: int, needed: int | None = None) -> Choice:
-    single, point = curves[0][-1], curves[n][p]
-    return Choice(n, p, 100 * (single.top1 - point.top1), _drop_interval(point, single), needed)
-
-
-def single_network(curves: Sequence[Sequence[Point]]) -> Choice:
-    """The single network that everything is compared with."""
-    return _chosen(curves, 0, len(curves[0]) - 1)
+    if n == 0:
+        return single_network()
+    single, own = curves[0][0].right[others], curves[n][-1].right[others]
+    drop = 100 * float(single.mean() - own.mean())
+    return Choice(n, len(curves[n]) - 1, drop, paired_interval(single, own), certified=len(others))
 
 
 def families_json(networks: Sequence[Network], curves: Sequence[Sequence[Point]], runs: Mapping[str, str]) -> Any:

@@ -7,14 +7,14 @@ reads, so that the same command goes on where it was stopped.
 
 from __future__ import annotations
 
-import logging
 import shlex
 import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -22,28 +22,17 @@ import torch
 
 from offramp.common.console import say
 from offramp.common.device import pick_device
-from offramp.common.files import read_json, write_json
-from offramp.common.formatting import counted
+from offramp.common.files import write_json
 from offramp.common.names import unknown
-from offramp.common.pretrained import is_bundle
 from offramp.common.signals import Stopped
 from offramp.data import prepared_for
-from offramp.data.imagefolder import ImageFolderDataset
-from offramp.fitting.candidates import Candidate, reference_of, write_candidate
-from offramp.fitting.choice import (
-    Choice,
-    Network,
-    Point,
-    choose,
-    common_rows,
-    families_json,
-    points,
-    single_network,
-    unit_of,
-)
-from offramp.fitting.fitted import Fitted, replace_bundle, right_on_test, same_bundle, tested_outcome
+from offramp.data.imagefolder import ImageFolderDataset, not_tested_on
+from offramp.fitting.candidates import Candidate, candidates, reference_of
+from offramp.fitting.choice import Network, choose, common_rows, families_json, points, unit_of
+from offramp.fitting.fitted import Fitted, new_name, refuse_other_folder
+from offramp.fitting.kept_plan import digest_of, keep_plan, known_plan
 from offramp.fitting.looking import Look, look_at
-from offramp.fitting.networks import read_data, single_config, train_networks
+from offramp.fitting.networks import held_out, read_data, single_config, train_networks
 from offramp.fitting.plan import (
     STEP,
     Limits,
@@ -56,40 +45,36 @@ from offramp.fitting.plan import (
     parse_duration,
 )
 from offramp.fitting.recipes import TIMES, fit_recipe
+from offramp.fitting.saved import is_written
 from offramp.fitting.sentences import (
     ONLY_ONE,
     Tested,
     asked_sentence,
     final_sentence,
-    found_sentences,
+    found_sentence,
     needed_words,
-    no_faster,
+    nothing_promised,
     over_budget,
     plan_sentences,
+    slower_than_planned,
 )
+from offramp.fitting.shipping import BUNDLE, SINGLE, Compared, Shipped, Shipping
 from offramp.fitting.starting import asked_epochs, chosen_backbones, starting_config
-from offramp.fitting.timing import Serving, bundle_stage_table, by_turns, stage_table
-from offramp.measuring.calibrate import PolicyRequest, calibrate_run, stage_times
+from offramp.fitting.timing import Serving, stage_table
+from offramp.measuring.calibrate import PolicyRequest, stage_times
 from offramp.measuring.confidence import Predictions
-from offramp.measuring.intervals import proportion_interval
-from offramp.measuring.policy import Policies
 from offramp.models.cost import exit_costs
 from offramp.models.exits import ExitNet
 from offramp.models.registry import load_model
 from offramp.reporting.report import write_report
 from offramp.running.bundle import FORMATS
 from offramp.runs.config import RunConfig
-from offramp.runs.folder import read_config
-from offramp.runs.outputs import read_summary
+from offramp.runs.folder import RESUMED, read_config
 from offramp.training.train import new_model
 
-log = logging.getLogger("offramp")
-
-PLAN, RESULT = "plan.json", "fit.json"
-WORTH = 1.05  # times as fast as the single network, from which on more than that one network is worth its while
+RESULT = "fit.json"
 CLEARLY = 1.1  # times a budget in milliseconds, above which it was not kept
 LEAST_IMAGES = 8
-RESUMED = "the same command with --resume"
 
 
 def fit(
@@ -137,21 +122,23 @@ def stopped_in_own_words(out: Path) -> Iterator[None]:
     except OSError as error:
         if RESUMED not in str(error):
             raise
-        raise OSError(str(error).replace(RESUMED, "the same command")) from error  # fit has no such option
+        raise OSError(str(error).replace(RESUMED, "the same command goes on")) from error  # fit has no such option
 
 
 def _how_to_go_on(out: Path) -> str:
-    command = shlex.join(["offramp", *sys.argv[1:]])
-    return f"stopped; what is done is kept in {out}, and the same command goes on from there: {command}"
+    program, kept = Path(sys.argv[0]), f"stopped; what is done is kept in {out}, and the same"
+    if "offramp" not in (program.stem, program.parent.name):  # from Python
+        return f"{kept} call goes on from there"
+    return f"{kept} command goes on from there: {shlex.join(['offramp', *sys.argv[1:]])}"
 
 
 def _refuse_mistakes(source: str, out: Path, format: str | None) -> None:
     """What would only be found out after training is found out before."""
-    bundle = out / "bundle"
     if format not in (None, *FORMATS):
         raise ValueError(unknown("bundle format", format, FORMATS))
-    if bundle.exists() and not is_bundle(bundle):
-        raise ValueError(f"{bundle} is there and is not a bundle; choose another --out")
+    for bundle in (out / BUNDLE, out / SINGLE):
+        for path in (bundle, new_name(bundle)):
+            refuse_other_folder(path)
     if Path(source).is_dir() and out.resolve().is_relative_to(Path(source).resolve()):
         raise ValueError(f"{out} lies inside {source}; choose an --out outside the images")
 
@@ -159,17 +146,6 @@ def _refuse_mistakes(source: str, out: Path, format: str | None) -> None:
 def by_folds(run: Path) -> bool:
     """Whether the held-out images of a run were judged by other networks: it was trained on all of them itself."""
     return read_config(run).data.calibration == 0
-
-
-@dataclass(frozen=True)
-class _Shipped:
-    """What may be shipped: its policies and bundle, and what it does on the test split."""
-
-    one: Candidate
-    policies: Policies
-    bundle: Path
-    tested: Tested
-    folds: int | None
 
 
 class _FolderFit:
@@ -188,24 +164,32 @@ class _FolderFit:
     ) -> None:
         self.folder, self.out, self.backbones, self.config, self.request = folder, out, backbones, config, request
         self.limits, self.serving, self.device = limits, serving, device
-        self.timed_with = ""  # the engine and batch, in words
-        self.stage_tables: dict[Path, dict[str, Any]] = {}  # by run
 
     def run(self, settings: Sequence[str]) -> Fitted:
         data = self._read()
         look = look_at(self.folder, data.listed)
-        for line in found_sentences(look):
-            say(line)
+        say(found_sentence(look))
         for line in look.warnings:
             say(f"warning: {line}")
         plan = self._plan(data, look, settings)
-        for line in plan_sentences(plan, asked_sentence(self.request), self.limits.seconds):
-            say(line)
+        self._say_plan(plan, look)
+        began = monotonic()
         found = train_networks(plan, self.config, self.out, self.device)
-        reference = reference_of(found)
-        found = [reference, *(one for one in found if one is not reference)]
-        networks, curves, choice = self._choose(found)
-        return self._ship(plan, look, data, found, networks, curves, choice)
+        late = slower_than_planned(monotonic() - began, plan.seconds)
+        if late:
+            say(late)
+        reference = reference_of(found, self.limits.promise)
+        compared = self._compare([reference, *(one for one in found if one is not reference)], data)
+        return self._ship(plan, look, compared)
+
+    def _say_plan(self, plan: Plan, look: Look) -> None:
+        splits = look.splits
+        if not plan.by_folds:
+            own = read_data(held_out(plan, self.config))
+            splits = {name: own.size(name) for name in splits}
+        trained = all(is_written(one.run) for one in candidates(plan, self.out))
+        for line in plan_sentences(plan, splits, asked_sentence(self.request), self.limits.seconds, trained):
+            say(line)
 
     def _read(self) -> ImageFolderDataset:
         data = read_data(self.config)
@@ -218,27 +202,22 @@ class _FolderFit:
         return data
 
     def _plan(self, data: ImageFolderDataset, look: Look, settings: Sequence[str]) -> Plan:
-        """The plan of an earlier call with the same wishes, or a new one."""
+        """The plan of an earlier call, if that serves this one, or a new one."""
+        splits, root = data.splits, self.folder.resolve()
         key = {
             "data": data.identity,
+            "photos": digest_of([splits["train"], splits["calibration"]], root),
             "backbones": list(self.backbones),
             "settings": sorted(settings),
             "time": self.limits.seconds,
             "quick": self.limits.quick,
-            "promise": self.limits.promise,
             "device": self.device.type,
         }
-        path = self.out / PLAN
-        if path.is_file():
-            known = read_json(path)
-            changed = [name for name in key if known["key"].get(name) != key[name]]
-            if changed:
-                raise ValueError(
-                    f"{self.out} was begun with other {changed[0]}; go on with the same command, or choose a new --out"
-                )
-            return Plan.from_json(known["plan"])
-        plan = self._new_plan(data, look)
-        write_json(path, {"schema": 1, "key": key, "plan": plan.to_json()})
+        tested = digest_of([splits["test"]], root)
+        plan = known_plan(self.out, key, tested, self.limits.promise)
+        if plan is None:
+            plan = self._new_plan(data, look)
+            keep_plan(self.out, key, tested, plan)
         return plan
 
     def _new_plan(self, data: ImageFolderDataset, look: Look) -> Plan:
@@ -253,7 +232,8 @@ class _FolderFit:
         models = {member: new_model(replace(self.config, model=single_config(member, self.config))) for member in timed}
         ready = prepared_for(models[choices[0][-1]], data)
         assert isinstance(ready, ImageFolderDataset)
-        return decide(choices, look.splits, measure_rates(models, ready, self.device), self.limits)
+        crops = self.config.data.augmentation == "crop"
+        return decide(choices, look.splits, measure_rates(models, ready, self.device, crops), self.limits)
 
     def _as_single(self, backbone: str, size: int | None) -> RunConfig:
         """A backbone as it is, for images of a size; None is its own."""
@@ -277,68 +257,88 @@ class _FolderFit:
             raise ValueError(f"{backbone} cannot take images of {largest} pixels")
         return found
 
-    def _choose(self, found: Sequence[Candidate]) -> tuple[list[Network], list[list[Point]], Choice]:
-        """What every network does to the images that none of them was trained on, and the best of them.
+    def _compare(self, found: Sequence[Candidate], data: ImageFolderDataset) -> Compared:
+        """What every network does to the images that none of them was trained on.
 
         The first is the single one that all are compared with.
         """
         said = [one.said("calibration") for one in found]
+        common, tables = common_rows(said), self._stage_tables(found)
         networks = []
-        for one, own, rows in zip(found, said, common_rows(said), strict=True):
+        for one, own, rows in zip(found, said, common, strict=True):
             given = Predictions.of(own.logits[:, rows], own.labels[rows])
+            ms = stage_times(one.stage_table(tables[one.run]), len(one.costs)) if tables else None
             whole = one.answers_as == found[0].answers_as
-            networks.append(Network(one.family, one.name, given, one.costs, self._times(one), whole))
+            networks.append(Network(one.family, one.name, given, one.costs, ms, whole))
         unseen = ", each judged by networks that have not seen it" if by_folds(found[0].run) else ""
         say(f"choosing on {networks[0].given.samples:,} held-out images{unseen} ...")
         curves = [points(network, self.request) for network in networks]
-        return networks, curves, choose(networks, curves, self.request)
+        everything = not_tested_on(data.listed)
+        places = np.searchsorted(everything.index, said[0].index[common[0]])
+        photos = [everything.paths[at] for at in np.random.default_rng(0).permutation(places).tolist()]
+        return Compared(found, networks, curves, photos, data.max_pixels, tables)
 
-    def _times(self, one: Candidate) -> tuple[float, ...] | None:
-        """Milliseconds per image up to each exit, where they are asked for; the stages of a run are timed once."""
-        if self.request.budget_ms is None:
-            return None
-        if one.run not in self.stage_tables:
-            say(f"timing {'the stages of all networks' if one.stages else one.name} ...")
-            self.stage_tables[one.run] = stage_table(load_model(one.run), self.serving)
-        return stage_times(one.stage_table(self.stage_tables[one.run]), len(one.costs))
+    def _stage_tables(self, found: Sequence[Candidate]) -> dict[Path, dict[str, Any]]:
+        """Milliseconds of the stages of each run, where milliseconds are asked for."""
+        tables: dict[Path, dict[str, Any]] = {}
+        for one in found if self.request.budget_ms is not None else ():
+            if one.run not in tables:
+                say(f"timing {'the stages of all networks' if one.stages else one.name} ...")
+                tables[one.run] = stage_table(load_model(one.run), self.serving)
+        return tables
 
-    def _ship(
-        self,
-        plan: Plan,
-        look: Look,
-        data: ImageFolderDataset,
-        found: Sequence[Candidate],
-        networks: Sequence[Network],
-        curves: Sequence[Sequence[Point]],
-        choice: Choice,
-    ) -> Fitted:
-        """Export the chosen network, test and time it beside the single one, and write it all down."""
-        samples = networks[0].given.samples
-        why = ONLY_ONE if self.limits.quick else None if choice.needed is None else needed_words(choice.needed, samples)
-        shipped = self._exported(plan, data, found, networks, curves, choice)
-        if self._is_no_faster(shipped):
-            why = no_faster(shipped.one.family, shipped.one.name, shipped.tested)
-            say(f"{why}; the single network it is")
-            choice = single_network(curves)
-            shipped = self._exported(plan, data, found, networks, curves, choice)
-        one, single, tested = shipped.one, found[0], shipped.tested
-        sentence = final_sentence(tested, one.family, one.name, single.name, shipped.bundle, why)
-        runs = {each.name: each.run.relative_to(self.out).as_posix() for each in found}
-        runs |= {each.name: each.folder.relative_to(self.out).as_posix() for each in (one, single)}
-        result: dict[str, Any] = {
+    def _ship(self, plan: Plan, look: Look, compared: Compared) -> Fitted:
+        """Choose, export, test, and write it all down."""
+        choice = choose(compared.networks, compared.curves, self.request)
+        folds = {one.run: plan.folds or plan.tuned_folds if by_folds(one.run) else None for one in compared.found}
+        shipping = Shipping(self.out, self.request, self.serving, self.device, compared, folds)
+        shipped, why = shipping.settle(choice)
+        samples = compared.networks[0].given.samples
+        if self.limits.quick:
+            why = ONLY_ONE
+        elif why is None and self.request.risk is not None:
+            why = nothing_promised(samples)
+        elif why is None and choice.needed is not None:
+            why = needed_words(choice.needed, samples, plan)
+        tested, one, speed = shipping.tested(shipped), shipped.one, shipped.speed
+        in_mul_adds = self.request.budget_mul_adds is not None
+        single = compared.single.name
+        sentence = final_sentence(tested, speed, one.family, one.name, single, shipped.bundle, why, in_mul_adds)
+        if self.request.budget_ms is not None and speed.ms > CLEARLY * self.request.budget_ms:
+            sentence += f" {over_budget(speed.ms, self.request.budget_ms, self.serving.batch)}"
+        result = {
             "schema": 1,
             "folder": look.name,
             "asked": asked_sentence(self.request),
+            **self._as_json(compared, shipped, tested),
+            "held_out": {"samples": samples, "folds": folds[one.run] or 0},
+            "sentence": sentence,
+            "warnings": list(look.warnings),
+        }
+        write_json(self.out / RESULT, result)
+        say(f"times are for {shipped.timed_with}")
+        report = write_report([one.folder], self.out / "report.html", times=one.folder / TIMES)
+        return Fitted(one.folder, shipped.bundle, shipped.policies, sentence, report, look.warnings)
+
+    def _as_json(self, compared: Compared, shipped: Shipped, tested: Tested) -> dict[str, Any]:
+        """What was tried, what was chosen, and how it did."""
+        one, single, speed, choice = shipped.one, compared.single, shipped.speed, shipped.choice
+        runs = {each.name: each.run.relative_to(self.out).as_posix() for each in compared.found}
+        runs |= {each.name: each.folder.relative_to(self.out).as_posix() for each in (one, single)}
+        return {
             "unit": unit_of(self.request),
-            "held_out": {"samples": samples, "folds": shipped.folds or 0},
-            "families": families_json(networks, curves, runs),
+            "families": families_json(compared.networks, compared.curves, runs),
             "chosen": {"family": one.family, "name": one.name, "run": runs[one.name], "point": choice.point},
-            "drop": {"points": choice.drop, "interval": list(choice.drop_interval)},
+            "drop": {
+                "points": choice.drop,
+                "interval": list(choice.drop_interval),
+                "certified_on": choice.certified,
+            },
             "reference": {
                 "name": single.name,
                 "run": runs[single.name],
-                "mul_adds": tested.reference_mul_adds,
-                "ms": tested.reference_ms,
+                "mul_adds": speed.reference_mul_adds,
+                "ms": speed.reference_ms,
                 "top1": tested.reference_top1,
             },
             "test": {
@@ -346,85 +346,10 @@ class _FolderFit:
                 "interval": list(tested.interval),
                 "samples": tested.samples,
                 "mul_adds": tested.mul_adds,
-                "ms": tested.ms,
-                "reference_ms": tested.reference_ms,
-                "timed_with": self.timed_with,
+                "drop": tested.drop,
+                "drop_interval": list(tested.drop_interval),
+                "ms": speed.ms,
+                "reference_ms": speed.reference_ms,
+                "timed_with": shipped.timed_with,
             },
-            "sentence": sentence,
-            "warnings": list(look.warnings),
         }
-        write_json(self.out / RESULT, result)
-        say(f"times are for {self.timed_with}")
-        if self.request.budget_ms is not None and tested.ms > CLEARLY * self.request.budget_ms:
-            log.warning(over_budget(tested.ms, self.request.budget_ms))
-        report = write_report([one.folder], self.out / "report.html", times=one.folder / TIMES)
-        return Fitted(one.folder, shipped.bundle, shipped.policies, sentence, report, look.warnings)
-
-    def _exported(
-        self,
-        plan: Plan,
-        data: ImageFolderDataset,
-        found: Sequence[Candidate],
-        networks: Sequence[Network],
-        curves: Sequence[Sequence[Point]],
-        choice: Choice,
-    ) -> _Shipped:
-        """The chosen network as a bundle, calibrated, tested and timed beside the single one."""
-        one, single = found[choice.network], found[0]
-        say(f"chosen: {one.family}, {one.name}; exporting and timing ...")
-        for each in (one, single):
-            trained = read_config(each.run)
-            write_candidate(each, trained, read_data(trained), self.device)
-        folds = (plan.folds or plan.tuned_folds) if by_folds(one.run) else None
-        policies = self._calibrated(one, networks[choice.network], curves[choice.network][choice.point], folds)
-        bundle = replace_bundle(one.folder, self.out / "bundle", self.serving.format)
-        return _Shipped(one, policies, bundle, self._tested(one, single, policies, bundle, data), folds)
-
-    def _is_no_faster(self, shipped: _Shipped) -> bool:
-        """Whether fewer mul-adds bring nothing here, where the cheapest was asked for and not what fits a budget."""
-        by_budget = self.request.budget_mul_adds is not None or self.request.budget_ms is not None
-        cheaper = shipped.tested.mul_adds < shipped.tested.reference_mul_adds
-        return not by_budget and cheaper and shipped.tested.reference_ms < WORTH * shipped.tested.ms
-
-    def _calibrated(self, one: Candidate, network: Network, point: Point, folds: int | None) -> Policies:
-        """The thresholds of the chosen point, from all held-out images, written into its run."""
-        if network.given.num_exits == 1:
-            return calibrate_run(one.folder, PolicyRequest(max_drop_points=0), folds=folds)
-        if self.request.risk is not None:
-            return calibrate_run(one.folder, self.request, folds=folds)
-        if self.request.budget_ms is not None:
-            write_json(one.folder / TIMES, one.stage_table(self.stage_tables[one.run]))
-            asked = PolicyRequest(budget_ms=point.budget)
-            return calibrate_run(one.folder, asked, times=one.folder / TIMES, folds=folds)
-        return calibrate_run(one.folder, PolicyRequest(budget_mul_adds=point.budget), folds=folds)
-
-    def _tested(
-        self, one: Candidate, single: Candidate, policies: Policies, bundle: Path, data: ImageFolderDataset
-    ) -> Tested:
-        """The test split, looked at for the first time: accuracies from saved logits, times by turns."""
-        right = right_on_test(one.folder, policies)
-        whole = read_summary(single.folder).exits["test"][-1]
-        other = bundle
-        if one is not single:
-            calibrate_run(single.folder, PolicyRequest(max_drop_points=0))
-            other = same_bundle(single.folder, self.out / "single", self.serving.format)
-        paths = data.splits["test"].paths
-        spread = np.random.default_rng(0).permutation(len(paths))
-        loaded = [self.serving.load(bundle), self.serving.load(other)]
-        ours, theirs = by_turns(loaded[0], loaded[1], [paths[at] for at in spread], self.serving.batch)
-        if one is single:
-            ours = theirs = min(ours, theirs)
-        engine, batch = loaded[0].engine, self.serving.batch
-        self.timed_with = f"{loaded[0].format} on {engine.place}, {counted(batch, 'image')} at a time"
-        as_whole = {"leaving_early": ours, "whole_network": theirs}
-        write_json(one.folder / TIMES, {**bundle_stage_table(loaded[0], self.serving), "policy_ms": as_whole})
-        return Tested(
-            float(right.mean()),
-            proportion_interval(int(right.sum()), len(right)),
-            len(right),
-            tested_outcome(one.folder, policies).cost,
-            ours,
-            whole.top1,
-            float(whole.mul_adds),
-            theirs,
-        )

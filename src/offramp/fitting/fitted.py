@@ -8,13 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
-from offramp.common.files import read_json
-from offramp.common.pretrained import MANIFEST, is_bundle
+from offramp.common.pretrained import is_bundle
 from offramp.measuring.confidence import Predictions
 from offramp.measuring.policy import Outcome, Policies, exits_taken, outcome
-from offramp.models.registry import load_model
 from offramp.reporting.report import Report
-from offramp.running.export import default_format, export_run
+from offramp.running.export import export_run
 from offramp.runs.outputs import read_outputs
 
 
@@ -32,23 +30,24 @@ class Fitted:
 
 def replace_bundle(run: Path, bundle: Path, format: str | None) -> Path:
     """Export a calibrated run; its bundle takes the place of an earlier call's only once it is whole."""
-    new = export_run(run, fresh_folder(bundle.with_name(f"{bundle.name}.new")), format=format)
+    new = new_name(bundle)
+    for path in (bundle, new):
+        refuse_other_folder(path)
+    shutil.rmtree(new, ignore_errors=True)  # what a killed call left there
+    export_run(run, new, format=format)
     shutil.rmtree(bundle, ignore_errors=True)
     return new.rename(bundle)
 
 
-def same_bundle(run: Path, bundle: Path, format: str | None) -> Path:
-    """The bundle of a run that is not trained again, exported the first time only."""
-    wanted = format or default_format(load_model(run))
-    if not is_bundle(bundle) or read_json(bundle / MANIFEST).get("format") != wanted:
-        return replace_bundle(run, bundle, format)
-    return bundle
+def new_name(bundle: Path) -> Path:
+    """Where a bundle lies until it takes its place."""
+    return bundle.with_name(f"{bundle.name}.new")
 
 
-def fresh_folder(path: Path) -> Path:
-    """A folder's name that is free; what a killed call left there goes."""
-    shutil.rmtree(path, ignore_errors=True)
-    return path
+def refuse_other_folder(bundle: Path) -> None:
+    """What is to be replaced must be a bundle."""
+    if bundle.exists() and not is_bundle(bundle):
+        raise ValueError(f"{bundle} is there and is not a bundle; choose another --out")
 
 
 def tested_outcome(run: Path, policies: Policies) -> Outcome:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from offramp.common.files import sha256
 from offramp.common.images import UnreadableImage, open_image
-from offramp.data.listing import FileSplit, FolderListing
+from offramp.data.listing import FileSplit, FolderListing, content_of
 from offramp.measuring.intervals import proportion_interval
 
 LOOKED_AT = 100  # images, to tell how large they are
@@ -32,7 +31,7 @@ class Look:
     name: str
     images: int
     classes: int
-    smallest: tuple[str, int]
+    smallest: tuple[str, int]  # the class with the fewest images to learn from
     largest: tuple[str, int]
     splits: dict[str, int]
     side: int  # the median of the shorter sides
@@ -48,14 +47,14 @@ def look_at(folder: str | Path, listed: FolderListing) -> Look:
     splits = {name: len(split.paths) for name, split in listed.splits.items()}
     short, long = typical_sides(list(listed.splits["train"].paths))
     twins = duplicates(listed.splits)
-    warnings = (*_too_few(splits, listed, smallest), *_twins(twins))
+    warnings = (*_too_few(splits, counts), *_twins(twins))
     name = Path(folder).resolve().name
     return Look(name, listed.images, len(counts), smallest, largest, splits, short, long, twins, warnings)
 
 
 def class_counts(listed: FolderListing) -> dict[str, int]:
-    """How many images each class has, whichever split they are in."""
-    labels = np.concatenate([split.labels for split in listed.splits.values()])
+    """How many images of each class there are to learn from; those that are held out to choose on are among them."""
+    labels = np.concatenate([listed.splits[name].labels for name in ("train", "calibration")])
     counts = np.bincount(labels, minlength=len(listed.class_names))
     return dict(zip(listed.class_names, counts.tolist(), strict=True))
 
@@ -81,8 +80,8 @@ def duplicates(splits: Mapping[str, FileSplit]) -> tuple[tuple[str, str], ...]:
     theirs = _by_length(splits["train"], splits["calibration"])
     found = []
     for length in sorted(mine.keys() & theirs.keys()):
-        known = {sha256(path): path for path in theirs[length]}
-        found += [(str(path), str(known[own])) for path in mine[length] if (own := sha256(path)) in known]
+        known = {content_of(path): path for path in theirs[length]}
+        found += [(str(path), str(known[own])) for path in mine[length] if (own := content_of(path)) in known]
     return tuple(sorted(found))
 
 
@@ -94,12 +93,10 @@ def _by_length(*splits: FileSplit) -> dict[int, list[Path]]:
     return found
 
 
-def _too_few(splits: Mapping[str, int], listed: FolderListing, smallest: tuple[str, int]) -> list[str]:
+def _too_few(splits: Mapping[str, int], counts: Mapping[str, int]) -> list[str]:
     """Warnings about classes and splits that are too small to learn or to tell anything from."""
     found = []
-    everything = np.concatenate([listed.splits[name].labels for name in ("train", "calibration")])
-    counts = np.bincount(everything, minlength=len(listed.class_names))
-    few = [name for name, count in zip(listed.class_names, counts, strict=True) if count < FEW_OF_A_CLASS]
+    few = [name for name, count in counts.items() if count < FEW_OF_A_CLASS]
     if few:
         named = ", ".join(few[:3]) + (f" and {len(few) - 3} more" if len(few) > 3 else "")
         found.append(
@@ -129,5 +126,5 @@ def _twins(found: tuple[tuple[str, str], ...]) -> list[str]:
     are = "image of the test split is" if len(found) == 1 else "images of the test split are"
     return [
         f"{len(found):,} {are} trained on too, for example {first}, which is {twin}; the accuracy at the end would be "
-        "too good: remove them from one of the two"
+        "too good: keep one of each pair"
     ]

@@ -18,25 +18,23 @@ from torch import Tensor, nn
 
 from offramp.common.console import progress, say
 from offramp.data import Dataset, load_dataset, prepared_for
-from offramp.data.device_photos import DeviceCrop
-from offramp.data.splits import fold_numbers
+from offramp.data.imagefolder import ImageFolderDataset, folds_of, not_tested_on
 from offramp.fitting.candidates import FROZEN, NETWORKS, TUNED, Candidate, candidates, member_names, members_of
 from offramp.fitting.features import Features, LinearHead, View, answers, extract, fitted, read_features, together
-from offramp.fitting.plan import EXIT_EPOCHS, FOLDS, Member, Plan
+from offramp.fitting.plan import EXIT_EPOCHS, FOLDS, Member, Plan, photo_bytes, stay_on_device
 from offramp.fitting.saved import Logits, is_written, write_logits, write_run
 from offramp.models.cascade import Cascade
 from offramp.models.exits import ExitNet
 from offramp.models.registry import load_model
 from offramp.runs.config import ModelConfig, ObjectiveConfig, RunConfig
 from offramp.runs.outputs import read_outputs
-from offramp.training.evaluate import evaluate_run
+from offramp.training.evaluate import SPLITS, evaluate_run
 from offramp.training.objectives import without_exits
 from offramp.training.probe import linear_layer
 from offramp.training.train import new_model, train_run
 
 FEATURES, START = "features", "start"
 LEAST_BATCH = 8  # a loader batch is trained on in halves, and BatchNorm needs some images in each
-KEPT_BYTES = 16 << 30  # photos that may lie on a GPU
 
 
 def train_networks(plan: Plan, config: RunConfig, out: Path, device: torch.device) -> list[Candidate]:
@@ -108,6 +106,9 @@ class _FrozenNetworks:
         train = replace(train, freeze_norms=False, ema=None)
         self.shipped = replace(shipped, train=train, objective=ObjectiveConfig())
         self.data, self.final = read_data(self.split), read_data(self.shipped)
+        assert isinstance(self.data, ImageFolderDataset)
+        self.files = not_tested_on(self.data.listed)
+        self.folds = folds_of(self.files, plan.folds, config.seed) if plan.folds else None
         sources = [config.model.pretrained] * len(plan.members)
         self.pool = new_model(self._with(pool_config(plan.members, config, sources)))
         self.networks = members_of(self.pool)
@@ -163,19 +164,20 @@ class _FrozenNetworks:
         names = ["train", "calibration"] if self.plan.folds else ["train"]
         return together([read_features(self.out / FEATURES, view, name) for name in names if self.data.size(name)])
 
-    def _folds(self, labels: np.ndarray) -> np.ndarray | None:
-        return fold_numbers(labels, self.plan.folds, self.shipped.seed) if self.plan.folds else None
+    def _folds(self, own: Features) -> np.ndarray | None:
+        """The fold of each image that could be read."""
+        return None if self.folds is None else self.folds[np.searchsorted(self.files.index, own.index)]
 
     def _head(self, view: View, at: int) -> LinearHead:
         pool = self._pooled(view)
-        return fitted(pool.heads[at], pool.labels, self._folds(pool.labels), self.data.num_classes)
+        return fitted(pool.heads[at], pool.labels, self._folds(pool), self.data.num_classes)
 
     def _said(self, parts: Sequence[tuple[View, int, LinearHead]], split: str) -> Logits:
         """What some heads answer to a split; to the held-out images by heads that have not seen them."""
         by_folds, found = split == "calibration" and self.plan.folds, []
         for view, at, head in parts:
             own = self._pooled(view) if by_folds else read_features(self.out / FEATURES, view, split)
-            found.append(answers(head, own.heads[at], self._folds(own.labels) if by_folds else None))
+            found.append(answers(head, own.heads[at], self._folds(own) if by_folds else None))
         return Logits(np.stack(found), own.labels, own.index)
 
     def _write_run(self, name: str, model: ExitNet, parts: Sequence[tuple[View, int, LinearHead]]) -> None:
@@ -202,7 +204,7 @@ def _tune(plan: Plan, config: RunConfig, out: Path, device: torch.device) -> Non
     for fold, folder in enumerate(folders, 1):
         if not all(is_written(folder / name) for name in _tuned_runs(plan)):
             say(f"fold {fold} of {len(folders)}")
-            _tune_once(plan, with_fold(config, fold, plan.tuned_folds), folder, device)
+            _tune_once(plan, with_fold(config, fold, plan.tuned_folds), folder, device, ("calibration",))
     _tune_once(plan, everything(config), out / NETWORKS, device)
     for name in _tuned_runs(plan):
         _add_held_out(out / NETWORKS / name, [folder / name for folder in folders], everything(config))
@@ -228,19 +230,21 @@ def _add_held_out(run: Path, folds: Sequence[Path], config: RunConfig) -> None:
     write_logits(run, model, data, splits, {"test": data})
 
 
-def _tune_once(plan: Plan, config: RunConfig, folder: Path, device: torch.device) -> None:
-    """Fine-tune the members side by side, train the exits from there, and evaluate both."""
+def _tune_once(
+    plan: Plan, config: RunConfig, folder: Path, device: torch.device, splits: Sequence[str] = SPLITS
+) -> None:
+    """Fine-tune the members side by side, train the exits from there, and evaluate both on some splits."""
     images = read_data(config).size("train")
     pool = folder / TUNED
     own = tuned_config(plan, config, device, images)
     if not is_written(pool):
         train_run(own, pool, device=str(device), resume=True)
-        evaluate_run(pool, device=str(device))
+        evaluate_run(pool, device=str(device), splits=splits)
     exits = folder / f"{TUNED}-exits"
     if plan.tunes_exits and not is_written(exits):
         start = members_of(load_model(pool))[-1].save(folder / START)
         train_run(exits_config(plan, config, own, start, images), exits, device=str(device), resume=True)
-        evaluate_run(exits, device=str(device))
+        evaluate_run(exits, device=str(device), splits=splits)
 
 
 def tuned_config(plan: Plan, config: RunConfig, device: torch.device, images: int) -> RunConfig:
@@ -248,7 +252,7 @@ def tuned_config(plan: Plan, config: RunConfig, device: torch.device, images: in
     members = plan.members[: plan.tuned]
     model = pool_config(members, config, [config.model.pretrained] * len(members))
     data, objective = config.data, config.objective if len(members) > 1 else without_exits(config.objective)
-    if device.type == "cuda" and data.augmentation == "crop" and _fits_gpu(images, max(m.size for m in members)):
+    if data.augmentation == "crop" and stay_on_device(images, max(m.size for m in members), photo_bytes(device)):
         options = {key: value for key, value in data.augmentation_options.items() if key in ("scale", "flip")}
         data = replace(data, augmentation="device-crop", augmentation_options=options)
     return _for_epochs(replace(config, model=model, data=data, objective=objective), plan.epochs, images)
@@ -273,8 +277,3 @@ def _for_epochs(config: RunConfig, epochs: int, images: int, probe: bool = True)
         probe=probe,
     )
     return replace(config, train=train)
-
-
-def _fits_gpu(images: int, size: int) -> bool:
-    """Whether all photos can lie on a GPU, as squares larger than what is cut from them."""
-    return images * 3 * DeviceCrop().side(size) ** 2 < KEPT_BYTES

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from offramp.common.device import synchronize
 from offramp.common.formatting import millions
 from offramp.common.images import UnreadableImage
+from offramp.data.device_photos import DeviceCrop
 from offramp.data.imagefolder import ImageFolderDataset
 from offramp.models.exits import ExitNet
 
@@ -31,10 +32,11 @@ FEWEST_ON_CPU = 5  # epochs below which frozen features with linear heads are th
 WANTED_ON_GPU = 10  # epochs below which smaller images are the better use of the time
 EXIT_EPOCHS = 0.4  # epochs of a network with exits, which starts from the fine-tuned one, over those of the others
 FOLDS = 5
-CROSS_FITTED = 20_000  # images not tested on, up to which linear heads are fitted by folds
-TUNED_BY_FOLDS = 2_000  # up to which whole networks are trained by folds, on a GPU
+ALL_BY_FOLDS = 2_000  # photos to learn from, up to which everything that is trained is judged by folds
+HEADS_BY_FOLDS = 20_000  # up to which linear heads on frozen features are
 ENOUGH_HELD_OUT = 1_000  # images; with fewer in a tenth, a fifth is held out
-MOST_TIMES = 2.5  # of what the single network takes, for everything that is tried
+MOST_TIMES = 2.5  # of what the single network takes, for everything that is tried, once
+KEPT_SHARE = 1 / 4  # of a GPU's memory may be photos
 CAPTURED = 3.0  # how many times as fast as an eager loop training on a GPU is at least (docs/performance.md)
 HEAD_S = 0.0005  # to fit a linear head, for an image that it is fitted to
 ELSE_SECONDS = 60.0  # to build, calibrate, export, time and report
@@ -66,6 +68,7 @@ class Rates:
     read_s: float
     cuda: bool
     paces: Mapping[str, Pace]
+    photo_bytes: float = 0.0  # of a GPU's memory in which photos may stay
 
     def forward_s(self, members: Sequence[Member]) -> float:
         """Seconds for an image to pass some networks."""
@@ -80,9 +83,9 @@ class Rates:
 class Plan:
     """What will be trained; the costs of `members` rise, and the last is the one that everything is compared with.
 
-    `frozen`: linear heads on frozen features are tried, cross-fitted by `folds` unless that is 0. `epochs` of
-    fine-tuning, 0 for none, of the `tuned` cheapest members; `tuned_folds` as `folds`, of whole networks. `held_out` is
-    how the other images to choose on are found: a `tenth`, or a `fifth`.
+    `frozen`: linear heads on frozen features are tried, judged by `folds` unless that is 0. `epochs` of fine-tuning, 0
+    for none, of the `tuned` cheapest members; `tuned_folds` as `folds`, of whole networks. `held_out` is how images to
+    choose on are found where nothing is done by folds: a `tenth`, or a `fifth`.
     """
 
     members: tuple[Member, ...]
@@ -100,6 +103,16 @@ class Plan:
     def reference(self) -> Member:
         """The single network that everything is compared with; exits are put on it."""
         return self.members[-1]
+
+    @property
+    def by_folds(self) -> bool:
+        """Whether all photos to learn from are chosen on too, each judged by networks that have not seen it."""
+        return bool(self.tuned_folds if self.epochs else self.folds)
+
+    @property
+    def tuning_times(self) -> int:
+        """How many times as long fine-tuning takes by folds: each time on all but one of them, and once on all."""
+        return max(1, self.tuned_folds)
 
     @property
     def tunes_exits(self) -> bool:
@@ -123,10 +136,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan has to keep to: seconds, one network only, epochs that were asked for.
-
-    A promise is about one network, so nothing is done by folds for it.
-    """
+    """What a plan has to keep to: seconds, one network only, epochs that were asked for, a promise."""
 
     seconds: float | None = None
     quick: bool = False
@@ -224,63 +234,68 @@ def _with_members(members: tuple[Member, ...], images: Mapping[str, int], rates:
     if times_single(members, families) > MOST_TIMES:
         families = tuple(family for family in families if family != "exits")
     trained = images["train"] + images["calibration"]
-    tenth_is_enough = trained // 10 >= ENOUGH_HELD_OUT
+    heads, whole = folds_for(trained, limits)
     plain = Plan(
         members,
         families,
         frozen=True,
-        folds=FOLDS if trained <= CROSS_FITTED and not limits.promise and not limits.asked_split else 0,
+        folds=heads,
         epochs=0,
         tuned=0,
         tuned_folds=0,
-        held_out="as set" if limits.asked_split else "tenth" if tenth_is_enough else "fifth",
+        held_out="as set" if limits.asked_split else held_out_of(trained, limits.quick),
         seconds=0.0,
         images_per_s=1 / (rates.read_s + rates.forward_s(members[-1:])),
     )
-    if not rates.cuda:
-        return _on_cpu(plain, images, rates, limits)
-    return _on_gpu(plain, images, rates, limits)
+    beside = not limits.quick and (not rates.cuda or whole > 0)  # frozen features beside fine-tuning
+    tuned = replace(plain, frozen=beside, folds=heads if beside else 0, tuned_folds=whole)
+    return _timed(_fine_tuned(tuned, images, rates, limits) or plain, images, rates)
 
 
-def _on_cpu(plain: Plan, images: Mapping[str, int], rates: Rates, limits: Limits) -> Plan:
-    """Frozen features first; fine-tuning of as many networks as there is time for, some epochs of it."""
-    base = _timed(plain, images, rates)
-    if limits.epochs is not None:
-        return _timed(_tuned(plain, limits.epochs), images, rates)
-    if limits.seconds is None:
-        return base
-    for count in range(len(plain.members), 0, -1):
-        epochs = _epochs_within(limits.seconds, replace(plain, tuned=count), images, rates)
-        if epochs >= FEWEST_ON_CPU:
-            return _timed(replace(plain, tuned=count, epochs=epochs), images, rates)
-    return base
+def folds_for(trained: int, limits: Limits) -> tuple[int, int]:
+    """By how many folds linear heads, and whole networks, are judged, from so many photos to learn from.
+
+    None where there is no choice to make, where somebody said what is held out, and for a promise, which is about the
+    network that ships.
+    """
+    if limits.quick or limits.asked_split or limits.promise:
+        return 0, 0
+    return FOLDS if trained <= HEADS_BY_FOLDS else 0, FOLDS if trained <= ALL_BY_FOLDS else 0
 
 
-def _tuned(plan: Plan, epochs: int) -> Plan:
-    return replace(plan, epochs=epochs, tuned=len(plan.members) if epochs else 0)
+def held_out_of(trained: int, quick: bool = False) -> str:
+    """Which part of the photos to learn from is held out, where nothing is done by folds."""
+    return "tenth" if quick or trained // 10 >= ENOUGH_HELD_OUT else "fifth"
+
+
+def photos_for(held_out: int, plan: Plan) -> int:
+    """How many photos to learn from it takes to have so many held-out ones."""
+    if plan.by_folds and held_out <= (ALL_BY_FOLDS if plan.epochs else HEADS_BY_FOLDS):
+        return held_out
+    return 5 * held_out if held_out_of(5 * held_out) == "fifth" else 10 * held_out
+
+
+def _fine_tuned(plan: Plan, images: Mapping[str, int], rates: Rates, limits: Limits) -> Plan | None:
+    """With as many epochs as there is time for; on a CPU, where that is too few, of the cheapest networks alone.
+
+    None where there is no time. On a CPU there is none unless somebody gives some.
+    """
+    every = len(plan.members)
+    if limits.seconds is None or limits.epochs is not None:
+        epochs = limits.epochs if limits.epochs is not None else EPOCHS if rates.cuda else 0
+        return replace(plan, epochs=epochs, tuned=every) if epochs else None
+    for count in [every] if rates.cuda else range(every, 0, -1):
+        found = replace(plan, tuned=count)
+        epochs = _epochs_within(limits.seconds, found, images, rates)
+        if epochs >= (1 if rates.cuda else FEWEST_ON_CPU):
+            return replace(found, epochs=epochs)
+    return None
 
 
 def _epochs_within(seconds: float, plan: Plan, images: Mapping[str, int], rates: Rates) -> int:
     """How many epochs of fine-tuning there is time for."""
     one, two = (_timed(replace(plan, epochs=epochs), images, rates).seconds for epochs in (1, 2))
     return 0 if seconds < one else min(EPOCHS, 1 + int((seconds - one) / (two - one)))
-
-
-def _on_gpu(plain: Plan, images: Mapping[str, int], rates: Rates, limits: Limits) -> Plan:
-    """Fine-tuning. Where there are few images, by folds, and frozen features beside it; these alone without time."""
-    few = images["train"] + images["calibration"] <= TUNED_BY_FOLDS
-    few = few and not limits.promise and not limits.asked_split
-    tuned = _tuned(plain, EPOCHS if limits.epochs is None else limits.epochs)
-    tuned = replace(tuned, frozen=few, folds=plain.folds if few else 0)
-    if not tuned.epochs:
-        return _timed(plain, images, rates)
-    for folds in (FOLDS, 0) if few else (0,):
-        plan = _timed(replace(tuned, tuned_folds=folds), images, rates)
-        if limits.seconds is None or limits.epochs is not None or plan.seconds <= limits.seconds:
-            return plan
-    assert limits.seconds is not None
-    epochs = _epochs_within(limits.seconds, tuned, images, rates)
-    return _timed(replace(tuned, epochs=epochs) if epochs >= 1 else plain, images, rates)
 
 
 def _timed(plan: Plan, images: Mapping[str, int], rates: Rates) -> Plan:
@@ -300,25 +315,48 @@ def _frozen_seconds(plan: Plan, images: Mapping[str, int], rates: Rates) -> floa
 
 
 def _tuning(plan: Plan, images: Mapping[str, int], rates: Rates) -> float:
-    """Training the networks side by side and then the exits, each evaluated at the end."""
+    """Training the networks side by side, whose heads begin as probes, and then the exits; both are evaluated."""
     if not plan.epochs:
         return 0.0
     members = plan.members[: plan.tuned]
     step = rates.train_s(members)
     exits = EXIT_EPOCHS * rates.train_s([plan.reference]) if plan.tunes_exits else 0.0
-    each = plan.epochs * ((step + exits) / (CAPTURED if rates.cuda else 1) + (0 if rates.cuda else rates.read_s))
     trained = images["train"] + images["calibration"]
-    judged = images["test"] + trained / FOLDS
-    once = trained * each + judged * (rates.read_s + rates.forward_s(members))
-    return once * (1 + plan.tuned_folds * (1 - 1 / FOLDS))
+    each = plan.epochs * (step + exits) / (CAPTURED if rates.cuda else 1)
+    each += _readings(plan, trained, rates) * rates.read_s + rates.forward_s(members)
+    judged = images["test"] + (trained if plan.tuned_folds else trained / FOLDS)
+    runs = 2 if plan.tunes_exits else 1
+    return trained * each * plan.tuning_times + runs * judged * (rates.read_s + rates.forward_s(members))
 
 
-def measure_rates(timed: Mapping[Member, ExitNet], data: ImageFolderDataset, device: torch.device) -> Rates:
-    """Time some real images on this machine: single networks, one of each backbone. They are not changed."""
+def _readings(plan: Plan, trained: int, rates: Rates) -> float:
+    """How often a photo is read: for the probe, and at each epoch, or once for each run where photos stay on a GPU."""
+    if stay_on_device(trained, plan.reference.size, rates.photo_bytes):
+        return 2.0 + plan.tunes_exits
+    return 1.0 + plan.epochs * (1 + EXIT_EPOCHS * plan.tunes_exits)
+
+
+def stay_on_device(photos: int, size: int, photo_bytes: float) -> bool:
+    """Whether all photos can lie on a GPU, as squares larger than the images that are cut from them."""
+    return photos * 3 * DeviceCrop().side(size) ** 2 < photo_bytes
+
+
+def photo_bytes(device: torch.device) -> float:
+    """The part of a GPU's memory that may be photos; of all of it, as what is free differs from call to call."""
+    return KEPT_SHARE * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0.0
+
+
+def measure_rates(
+    timed: Mapping[Member, ExitNet], data: ImageFolderDataset, device: torch.device, crops: bool = True
+) -> Rates:
+    """Time some real images on this machine: single networks, one of each backbone. They are not changed.
+
+    `crops`: photos are only cropped, which a GPU can do to photos that stay there.
+    """
     images, read_s = _read_some(data)
     paces = {member.backbone: _pace(model, member, images, device) for member, model in timed.items()}
     workers = max(1, min(data.workers, torch.get_num_threads())) if device.type == "cpu" else max(1, data.workers)
-    return Rates(read_s / workers, device.type == "cuda", paces)
+    return Rates(read_s / workers, device.type == "cuda", paces, photo_bytes(device) if crops else 0.0)
 
 
 def _pace(model: ExitNet, member: Member, images: torch.Tensor, device: torch.device) -> Pace:

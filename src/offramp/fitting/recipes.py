@@ -15,7 +15,7 @@ from offramp.data import load_dataset
 from offramp.fitting.fitted import Fitted, replace_bundle, right_on_test, tested_outcome
 from offramp.fitting.timing import Serving, stage_table
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run
-from offramp.measuring.intervals import proportion_interval
+from offramp.measuring.intervals import right_interval
 from offramp.measuring.policy import check_budget
 from offramp.models.cost import exit_costs
 from offramp.models.registry import load_model
@@ -50,7 +50,7 @@ def fit_recipe(
     bundle = replace_bundle(run, out / "bundle", serving.format)
     whole, tested = read_summary(run).exits["test"][-1], tested_outcome(run, policies)
     right = right_on_test(run, policies)
-    low, high = (100 * end for end in proportion_interval(int(right.sum()), len(right)))
+    low, high = (100 * end for end in right_interval(right))
     sentence = (
         f"{bundle} has {100 * tested.top1:.1f} % of {len(right):,} test images right (95 % interval {low:.1f} to "
         f"{high:.1f} %) at {millions(tested.cost)} mul-adds per image; the whole network has {100 * whole.top1:.1f} % "
@@ -62,7 +62,7 @@ def fit_recipe(
 def recipe_config(source: str) -> RunConfig:
     """A recipe's configuration."""
     if source not in list_recipes() and not source.endswith(".toml"):
-        hint = meant(source, list_recipes())
+        hint = meant(source, list_recipes()).replace("mean", "mean the recipe")
         raise ValueError(f"{source} is no folder of images here, and no recipe (offramp recipes lists them){hint}")
     return load_recipe(source).config
 

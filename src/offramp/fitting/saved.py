@@ -22,7 +22,7 @@ from offramp.models.weights import write_tensors
 from offramp.runs.config import ModelConfig, RunConfig
 from offramp.runs.folder import WEIGHTS, begin_run
 from offramp.runs.manifest import write_manifest
-from offramp.runs.outputs import EVAL, SUMMARY
+from offramp.runs.outputs import EVAL, SUMMARY, read_summary
 from offramp.training.evaluate import write_evaluation
 
 ROWS = 1024
@@ -69,8 +69,8 @@ class _Said(nn.Module):
 
 
 def is_written(run: Path) -> bool:
-    """Whether a run is finished and evaluated."""
-    return (run / EVAL / SUMMARY).is_file()
+    """Whether a run is finished and evaluated, on held-out images too: those of folds are added last."""
+    return (run / EVAL / SUMMARY).is_file() and "calibration" in read_summary(run).samples
 
 
 def write_run(run: Path, config: RunConfig, model: ExitNet, data: Dataset) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from offramp.common.files import read_json
 from offramp.common.names import unknown
 from offramp.measuring.confidence import Predictions, fit_temperatures
-from offramp.measuring.intervals import Interval, paired_interval, proportion_interval, reach, samples_needed
+from offramp.measuring.intervals import Interval, paired_interval, reach, right_interval, samples_needed
 from offramp.measuring.policy import (
     FAMILIES,
     WIDEST_POINTS,
@@ -30,9 +30,10 @@ from offramp.measuring.policy import (
     rights,
     write_policies,
 )
-from offramp.measuring.risk import halves, promised
+from offramp.measuring.risk import check_promise, halves, promised
 from offramp.measuring.thresholds import NEVER, Q_GRID, Thresholds, q_at_budget, q_thresholds, search
-from offramp.runs.folder import POLICY
+from offramp.runs.config import same_but_for_held_out
+from offramp.runs.folder import POLICY, holds_run, read_config
 from offramp.runs.outputs import SavedOutputs, read_outputs, read_summary
 
 SEARCHED = 40  # policies of the searched family, their budgets spread evenly on a logarithmic scale
@@ -61,13 +62,15 @@ class PolicyRequest:
     def __post_init__(self) -> None:
         asked = [f.name for f in fields(self)[:5] if getattr(self, f.name) is not None]
         if len(asked) > 1:
-            raise ValueError(f"ask for one thing at a time, not for {' and '.join(asked)}")
+            words = " and ".join(name.removesuffix("_mul_adds").replace("_", " ") for name in asked)
+            raise ValueError(f"ask for one thing at a time, not for {words}")
         if self.family not in FAMILIES:
             raise ValueError(unknown("policy family", self.family, FAMILIES))
         if self.max_drop_points is not None and not self.max_drop_points >= 0:
             raise ValueError(f"max_drop_points must be 0 or more, got {self.max_drop_points:g}")
         if self.budget_ms is not None and not self.budget_ms > 0:
             raise ValueError(f"budget_ms must be above 0, got {self.budget_ms:g}")
+        check_promise(self.probability if self.risk is None else self.risk, self.probability)
 
     @property
     def by_drop(self) -> bool:
@@ -96,9 +99,13 @@ def calibrate(
     `run` is any folder that was evaluated: a run, a saved model, or what `offramp.evaluate` wrote.
     `lazy` counts what each exit costs if it runs only what its own head needs; the network then runs that way. `folds`
     says of how many networks its calibration outputs are, each on what it was not trained on; it makes an estimate.
+
+    `out` may be the `policy.json` of another run, which was trained in the same way but on all images, with nothing
+    held out: the thresholds carry over to it, as an estimate too.
     """
     if folds is not None:
         _refuse_promise(request)
+    found_on = _carried_from(Path(run), out, request)
     summary = read_summary(run)
     costs = summary.lazy_costs if lazy else summary.costs
     if not costs:
@@ -106,12 +113,26 @@ def calibrate(
     saved = read_outputs(run, "calibration")
     milliseconds = None if times is None else stage_times(read_json(times), len(costs))
     found = find_policies(saved, costs, request or PolicyRequest(), measure, temperature, milliseconds)
-    found = replace(found, schedule="lazy" if lazy else "eager", folds=folds)
+    found = replace(found, schedule="lazy" if lazy else "eager", folds=folds, found_on=found_on)
     write_policies(Path(run) / POLICY if out is None else out, found)
     return found
 
 
 calibrate_run = calibrate  # its name from before it took folders of other loops too
+
+
+def _carried_from(run: Path, out: str | Path | None, request: PolicyRequest | None) -> str | None:
+    """The name of the run whose thresholds another run is given; None where they stay or go anywhere else."""
+    other = run if out is None else Path(out).parent
+    if not (holds_run(run) and holds_run(other)) or other.resolve() == run.resolve():
+        return None
+    if not same_but_for_held_out(read_config(run), read_config(other)):
+        raise ValueError(
+            f"thresholds of {run} serve {other} only if both were trained in the same way, but for the seed and how "
+            "many images were held out; write them elsewhere with --out"
+        )
+    _refuse_promise(request)
+    return run.name
 
 
 def find_policies(
@@ -219,7 +240,7 @@ def with_intervals(policy: Policy, given: Predictions, unseen: Sequence[Unseen] 
     views = [(given.right[-1], rights(given, policy.thresholds))]
     if unseen:
         views.append(_pooled(unseen))
-    top1 = _hull([proportion_interval(int(own.sum()), len(own)) for _, own in views])
+    top1 = _hull([right_interval(own) for _, own in views])
     drop = _hull([paired_interval(last, own) for last, own in views])
     if all(t == NEVER for t in policy.thresholds):
         points, drop = 0.0, (0.0, 0.0)

@@ -40,6 +40,11 @@ def proportion_interval(right: int, samples: int, probability: float = PROBABILI
     return 1 - upper_bound(samples - right, samples, each), upper_bound(right, samples, each)
 
 
+def right_interval(right: np.ndarray) -> Interval:
+    """The same of samples of which it is known whether each is right."""
+    return proportion_interval(int(right.sum()), len(right))
+
+
 def incomplete_beta(a: float, b: float, x: float) -> float:
     """The chance that a beta(a, b) variable is at most x, by its continued fraction."""
     if not 0 < x < 1:

@@ -105,6 +105,7 @@ class Policies:
     chosen: int
     schedule: str = "eager"  # what the costs count
     folds: int | None = None  # networks whose outputs were put together, each trained without what it answered
+    found_on: str | None = None  # another run, trained in the same way, on whose calibration split they were found
 
     @property
     def policy(self) -> Policy:
@@ -142,6 +143,7 @@ class Policies:
             "costs": list(self.costs),
             "chosen": self.chosen,
             "folds": self.folds,
+            "found_on": self.found_on,
             "policies": [policy.to_json() for policy in self.policies],
         }
 
@@ -158,6 +160,7 @@ class Policies:
             int(value["chosen"]),
             str(value.get("schedule", "eager")),
             None if value.get("folds") is None else int(value["folds"]),
+            None if value.get("found_on") is None else str(value["found_on"]),
         )
         _check(found)
         return found

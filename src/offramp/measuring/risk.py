@@ -19,6 +19,14 @@ from offramp.measuring.thresholds import NEVER, Thresholds, search
 CANDIDATES = 100
 
 
+def check_promise(risk: float, probability: float) -> None:
+    """Both are shares, not per cent."""
+    for name, share in (("risk", risk), ("probability", probability)):
+        if not 0 < share < 1:
+            percent = f"; {share:g} % is {share / 100:g}" if 1 <= share < 100 else ""
+            raise ValueError(f"{name} must lie between 0 and 1, got {share:g}{percent}")
+
+
 def lost(given: Predictions, thresholds: Sequence[float]) -> int:
     """How many samples the policy gets wrong that the last exit gets right."""
     return int((given.right[-1] & ~rights(given, thresholds)).sum())
@@ -80,8 +88,7 @@ def promised(
     given: Predictions, costs: Sequence[float], risk: float, probability: float, seed: int
 ) -> tuple[Thresholds, Promise]:
     """The cheapest policy found whose promise holds."""
-    if not 0 < risk < 1 or not 0 < probability < 1:
-        raise ValueError(f"risk and probability must lie between 0 and 1, got {risk:g} and {probability:g}")
+    check_promise(risk, probability)
     choosing, certifying = (given.rows(rows) for rows in halves(given.samples, seed))
     kept = Predictions(
         choosing.confidences, choosing.right | ~choosing.right[-1]

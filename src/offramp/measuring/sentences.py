@@ -6,16 +6,15 @@ Every verb, the report and `fit` take their words from here, so that no number s
 from __future__ import annotations
 
 from offramp.measuring.intervals import Interval
-from offramp.measuring.policy import WIDEST_POINTS, Policies, Policy, Promise, Withheld
+from offramp.measuring.policy import Policies, Policy, Promise, Withheld
 
 
 def policy_sentence(found: Policies, policy: Policy | None = None) -> str:
     """What the calibration images say of a policy, the chosen one unless told, and how sure that is."""
     own = found.policy if policy is None else policy
     if own.samples is None:
-        text = (
-            f"{100 * own.top1:.2f} % of the calibration images right; how many they were, the policy file does not say"
-        )
+        right = f"{100 * own.top1:.2f} % of the calibration images right"
+        text = f"{right} (the policy file does not say how many there were)"
     else:
         text = f"{accuracy_text(own.top1, own.top1_interval)} of {own.samples:,} calibration images right"
     if own.drop_points is not None:
@@ -26,6 +25,8 @@ def policy_sentence(found: Policies, policy: Policy | None = None) -> str:
             f" An estimate, not a promise, by {found.folds}-fold cross-validation: what ships was trained on all of "
             "these images."
         )
+    if found.found_on is not None:
+        text += f" An estimate, not a promise: the thresholds were found with {found.found_on}, trained in this way."
     if own.withheld is not None:
         text += f" {_withheld(own.withheld, own.samples)}"
     if own.promise is not None:
@@ -47,19 +48,24 @@ def drop_text(points: float, interval: Interval | None) -> str:
     return text if interval is None else f"{text} (95 %: {_from_to(*interval)})"
 
 
-def _from_to(low: float, high: float) -> str:
+def fewer_right(points: float, interval: Interval) -> str:
+    """0.25 points fewer right (95 %: 0.10 more to 0.60 fewer)."""
+    return f"{abs(points):.2f} points {'more' if points < 0 else 'fewer'} right (95 %: {_from_to(*interval, digits=2)})"
+
+
+def _from_to(low: float, high: float, digits: int = 1) -> str:
     """0.2 to 1.4 fewer, or 0.5 more to 1.4 fewer."""
     words = ["more" if end < 0 else "fewer" for end in (low, high)]
-    first = f"{abs(low):.1f}" if words[0] == words[1] else f"{abs(low):.1f} {words[0]}"
-    return f"{first} to {abs(high):.1f} {words[1]}"
+    first = f"{abs(low):.{digits}f}" if words[0] == words[1] else f"{abs(low):.{digits}f} {words[0]}"
+    return f"{first} to {abs(high):.{digits}f} {words[1]}"
 
 
 def _withheld(own: Withheld, samples: int | None) -> str:
-    low, high = own.drop_interval
+    often = f"{abs(own.drop_points):.1f} points {'more' if own.drop_points < 0 else 'less'} often"
     return (
-        f"Nobody leaves early: on {samples:,} images the policy that was asked for loses {own.drop_points:.2f} points, "
-        f"with 95 % between {low:.1f} and {high:.1f}, which is more than {WIDEST_POINTS:g} points either way. Some "
-        f"{own.samples_needed:,} labelled images are needed to tell; --anyway takes the estimate."
+        f"Nobody leaves early: on {samples:,} images the policy that was asked for was right {often} (95 %: "
+        f"{_from_to(*own.drop_interval)}), which is too uncertain to act on. Some {own.samples_needed:,} labelled "
+        "images are needed to tell; --anyway takes the estimate."
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -27,13 +27,14 @@ from offramp.models.cut import (
     Shape,
     StageFunction,
     ancestors,
+    draws_kept,
     shapes,
     split,
     trace,
 )
 from offramp.models.exits import ExitNet, GivenStagesNet, State
 from offramp.models.heads import Feature, channels_last, new_head
-from offramp.models.modules import floating_dtype, has_modules, modes_kept
+from offramp.models.modules import floating_dtype, has_modules
 
 DEFAULT_EXITS, DEFAULT_HEAD = 4, "conv"
 USEFUL = (0.02, 0.95)  # shares of the whole cost between which an exit is worth offering
@@ -64,8 +65,8 @@ class CutNet(GivenStagesNet):
         super().__init__(len(at) + 1, image_shape)
         self.at = tuple(at)
         plan = _plan(module, at, image_shape)
-        self.classifier_name = plan.classifier
-        self.backbone, classifier = _without(module, plan.classifier)
+        self.classifier_name, self.endings = plan.classifier, plan.endings
+        self.backbone, classifier = _exchanged(module, plan.classifier, nn.Identity())
         heads = [new_head(head, feature, plan.num_classes, head_options).to(plan.dtype) for feature in plan.features]
         self.heads = nn.ModuleList([*heads, classifier])
         self.num_classes = plan.num_classes
@@ -82,6 +83,15 @@ class CutNet(GivenStagesNet):
         read, onward = self.forked(k, feature)
         return read, tuple(onward if value is feature else value for value in after)
 
+    def head_params(self) -> list[nn.Parameter]:
+        """With those of classifiers that are no head, as where the mean of two is the answer."""
+        inside = (self.backbone.get_submodule(name) for name in self.endings)
+        return [*self.heads.parameters(), *(param for part in inside for param in part.parameters())]
+
+    def original(self) -> nn.Module:
+        """The network as it was given, its classifier in its place; params and buffers are shared with it."""
+        return _exchanged(self.backbone, self.classifier_name, self.heads[-1])[0]
+
     def own_name(self, name: str) -> str:
         """What a param of the original network is called here."""
         prefix = f"{self.classifier_name}."
@@ -92,12 +102,17 @@ class CutNet(GivenStagesNet):
 
 @dataclass(frozen=True)
 class _Plan:
-    """How a network is cut; stages for evaluation (False) and training (True)."""
+    """How a network is cut; stages for evaluation (False) and training (True).
+
+    `classifier` names the layer that ends it; where there is no such one, `endings` the modules behind which no other
+    one follows.
+    """
 
     stages: dict[bool, list[StageFunction]]
     constants: dict[str, Tensor]
     features: list[Feature]
     classifier: str | None
+    endings: list[str]
     num_classes: int
     dtype: torch.dtype
 
@@ -134,21 +149,40 @@ def cut_network(
 
 
 @torch.no_grad()
-def refuse_other_answers(module: nn.Module, model: ExitNet, example: Tensor) -> None:
-    """Raise unless the last exit answers what the network answers, to the last bit."""
+def refuse_other_answers(module: nn.Module, model: CutNet, example: Tensor) -> None:
+    """Raise unless the last exit answers what the network answers, to the last bit, and buffers move as its own do."""
     if example.is_meta or any(tensor.is_meta for tensor in module.state_dict().values()):
         return
-    example = example.to(floating_dtype(module))
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    with modes_kept(module), modes_kept(model):
-        same = torch.equal(module.eval()(example), model.eval().last(example))
-    for buffer, before in buffers:
-        buffer.copy_(before)
-    if not same:
-        raise CannotCut(
-            f"{type(module).__name__} answers otherwise once it is cut: its forward depends on more than tensors; "
-            "build it from parts with ExitNet.from_parts"
-        )
+    images = _different(example).to(floating_dtype(module))
+    one, other = copy.deepcopy(module), copy.deepcopy(model)
+    for training, seen, when in ((False, images[:1], ""), (True, images, " in training")):
+        wanted, found = (_answered(run, seen) for run in (one.train(training), other.train(training).last))
+        buffers = dict(other.named_buffers(remove_duplicate=False))
+        kept = [(buffer, buffers[model.own_name(name)]) for name, buffer in one.named_buffers()]
+        if not all(map(_equal, (wanted, *(a for a, _ in kept)), (found, *(b for _, b in kept)))):
+            raise CannotCut(
+                f"{type(module).__name__} answers otherwise{when} once it is cut: its forward depends on more than "
+                "tensors, or changes what it has computed before; build it from parts with ExitNet.from_parts"
+            )
+
+
+def _different(example: Tensor) -> Tensor:
+    """Two images or more: those of the example or, where it is one value all over, which says little, drawn ones."""
+    if example.min() == example.max():
+        draw = torch.Generator(example.device).manual_seed(0)
+        return torch.randn(2, *example.shape[1:], generator=draw, device=example.device)
+    return example if len(example) > 1 else torch.cat([example, example.flip(3)])
+
+
+def _answered(run: Callable[[Tensor], Tensor], images: Tensor) -> Tensor:
+    """What a network answers; asked again, it draws the same random numbers."""
+    with draws_kept(images.device):
+        return run(images)
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """To the last bit; what is not a number equals itself."""
+    return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def places(module: nn.Module, image_shape: tuple[int, int, int]) -> list[Place]:
@@ -342,7 +376,8 @@ def _plan_with(module: nn.Module, at: Sequence[str], image_shape: tuple[int, int
     answer = known[program.output()]
     if not isinstance(answer, Shape) or len(answer.shape) != 2 or not answer.batched:
         raise CannotCut("the network does not return logits [batch, classes]; wrap it in a module that does")
-    return _Plan(stages, constants, features, classifier, answer.shape[1], program.dtype)
+    endings = _endings(program) if classifier is None else []
+    return _Plan(stages, constants, features, classifier, endings, answer.shape[1], program.dtype)
 
 
 def _feature(name: str, value: Shape | int | None, feature: Feature | None) -> Feature:
@@ -360,6 +395,20 @@ def _ends_with(program: Program, name: str) -> bool:
     while node.op == "call_module" and type(program.holder.get_submodule(str(node.target))) is nn.Identity:
         node = node.all_input_nodes[0]
     return program.calls().count(name) == 1 and node is program.call(name)
+
+
+def _endings(program: Program) -> list[str]:
+    """The modules with params that the answer is made of by operations alone."""
+    seen, asked, found = set[fx.Node](), [program.output()], dict[str, None]()
+    while asked:
+        node = asked.pop()
+        module = program.holder.get_submodule(str(node.target)) if node.op == "call_module" else nn.Identity()
+        if next(module.parameters(), None) is not None:
+            found[str(node.target).removeprefix(f"{ROOT}.")] = None
+        elif node not in seen:
+            asked += node.all_input_nodes
+        seen.add(node)
+    return list(found)
 
 
 def _last_linear(module: nn.Module) -> str | None:
@@ -381,21 +430,21 @@ def _refuse_unknown(module: nn.Module, at: Sequence[str]) -> None:
             raise ValueError(unknown(f"module of {type(module).__name__}", name, known))
 
 
-def _without(module: nn.Module, classifier: str | None) -> tuple[nn.Module, nn.Module]:
-    """The network without its classifier, and the classifier; the given network stays as it is.
+def _exchanged(module: nn.Module, name: str | None, part: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """The network with `part` in the place of the module of this name, and that module; the given one stays as it is.
 
-    Only the modules on the way to the classifier are copied, and they share their params and all other modules.
+    Only the modules on the way there are copied, and they share their params and all other modules.
     """
-    if classifier is None:
-        return module, nn.Identity()
-    *path, last = classifier.split(".")
+    if name is None:
+        return module, part
+    *path, last = name.split(".")
     own = parent = _shallow(module)
-    for name in path:
-        inner = _shallow(parent.get_submodule(name))
-        parent._modules[name] = inner
+    for each in path:
+        inner = _shallow(parent.get_submodule(each))
+        parent._modules[each] = inner
         parent = inner
     found = parent.get_submodule(last)
-    parent._modules[last] = nn.Identity()
+    parent._modules[last] = part
     return own, found
 
 

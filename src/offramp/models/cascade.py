@@ -49,7 +49,7 @@ class Cascade(ExitNet):
 
     @property
     def heads(self) -> nn.ModuleList:
-        return nn.ModuleList(head for place in range(len(self.order)) for head in self.network(place).heads)
+        return nn.ModuleList(head for net in self.networks for head in net.heads)
 
     @heads.setter
     def heads(self, value: nn.ModuleList) -> None:
@@ -57,7 +57,22 @@ class Cascade(ExitNet):
 
     @property
     def carries(self) -> bool:
-        return bool(self.carry) or any(self.network(place).carries for place in range(len(self.order)))
+        return bool(self.carry) or any(net.carries for net in self.networks)
+
+    @property
+    def changes_gradients(self) -> bool:
+        return bool(self.carry) or any(net.changes_gradients for net in self.networks)
+
+    @property
+    def last_reads_others(self) -> bool:
+        return bool(self.carry) or self.networks[-1].last_reads_others
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(k for k, (place, own) in enumerate(self._turns, 1) if own == self.network(place).num_exits)
+
+    def head_params(self) -> list[nn.Parameter]:
+        return [param for net in self.networks for param in net.head_params()]
 
     @property
     def schedule(self) -> str:  # type: ignore[override]
@@ -75,6 +90,11 @@ class Cascade(ExitNet):
         assert isinstance(net, ExitNet)
         return net
 
+    @property
+    def networks(self) -> list[ExitNet]:
+        """The network of every place; one may stand at several."""
+        return [self.network(place) for place in range(len(self.order))]
+
     def advance(self, k: int, state: State) -> tuple[Tensor, State]:
         place, own = self._turns[k - 1]
         later = place + 1 < len(self.order)
@@ -91,6 +111,11 @@ class Cascade(ExitNet):
         place, own = self._turns[k - 1]
         logits = self.network(place).answer(own, feature, before if own > 1 else None)
         return logits + self.carry * before.detach() if self.carry and before is not None else logits
+
+    def last(self, images: Tensor) -> Tensor:
+        if self.carry:
+            return super().last(images)
+        return self.networks[-1].last(self.seen_by(len(self.order) - 1, images))  # the others need not run
 
     def seen_by(self, place: int, images: Tensor) -> Tensor:
         """The images in the size, and with the mean and standard deviation, of the network at this place."""
@@ -161,6 +186,12 @@ def _refuse(networks: Sequence[ExitNet], image_sizes: Sequence[int]) -> None:
     known = [net.spec.num_classes for net in networks if net.spec is not None]
     if len(set(known)) > 1:
         raise ValueError(f"the networks of a cascade must have the same classes, these have {known} of them")
+    silent = [place for place, net in enumerate(networks, 1) if net.preprocessing is None]
+    if 0 < len(silent) < len(networks) and any(net.trained_exits for net in networks):
+        raise ValueError(
+            f"network {silent[0]} of the cascade does not say how its images are normalised, others do; trained "
+            "networks go together if all of them say it, as a library's do, or none does"
+        )
 
 
 @torch.no_grad()

@@ -72,6 +72,14 @@ class CollaborativeNet(ExitNet):
     def carries(self) -> bool:
         return True
 
+    @property
+    def changes_gradients(self) -> bool:
+        return False
+
+    @property
+    def last_reads_others(self) -> bool:
+        return True
+
     def advance(self, k: int, state: State) -> tuple[Tensor, State]:
         """f_k, which the frozen network alone decides."""
         x, onward = self.base.advance(k, state)

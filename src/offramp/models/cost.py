@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from offramp.models.exits import ExitNet, State
+from offramp.models.modules import floating_dtype
 
 aten = torch.ops.aten
 
@@ -120,7 +121,7 @@ def _walk(model: ExitNet, shape: tuple[int, int, int]) -> tuple[ExitCost, ...]:
     if min(shape) < 1:
         raise ValueError(f"images of {shape[1]}x{shape[2]} pixels do not exist")
     twin = copy.deepcopy(model).to("meta").eval()
-    state: State = (torch.empty(1, *shape, device="meta"),)
+    state: State = (torch.empty(1, *shape, device="meta", dtype=floating_dtype(model)),)
     costs = []
     meter = Meter()
     try:

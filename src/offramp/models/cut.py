@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor, fx, nn
 
+from offramp.common.generators import draws_from
 from offramp.models.modules import floating_dtype, modes_kept
 
 ROOT = "backbone"  # the attribute under which whoever runs a stage holds the network
 CONSTANT = "constant"  # and under what begins so, tensors that a forward makes of nothing
-TRACES = 4  # of a forward in training mode, each with other random numbers
+TRACES = 2  # of a forward in training mode, which must be the same
 StageFunction = Callable[..., tuple[Any, ...]]  # (holder, *state) -> feature, *next state
 
 
@@ -106,24 +107,30 @@ def trace(module: nn.Module, opened: Iterable[str], training: bool = False) -> P
     """The forward of `module` in training or evaluation mode; `opened` modules are looked into."""
     names = set(opened)
     try:
-        found = [_traced(module, names, training, seed) for seed in range(TRACES if training else 1)]
+        found = [_traced(module, names, training) for _ in range(TRACES if training else 1)]
     except Exception as error:  # whatever a forward does with what is not a tensor
         other = ", or name other modules" if names and _can_be_traced(module) else ""
         raise CannotCut(
             f"the forward of {type(module).__name__} cannot be traced ({first_line(error)}); build it from parts with "
             f"ExitNet.from_parts{other}"
         ) from error
-    if len({str(each.graph) for each in found}) > 1:
+    if not all(_same(found[0], other) for other in found[1:]):
         raise CannotCut(
-            f"the forward of {type(module).__name__} draws random numbers in Python, and a cut network would draw them "
-            "only once; draw with torch within a module, or build it from parts with ExitNet.from_parts"
+            f"the forward of {type(module).__name__} is another one each time it is called in training, and a cut "
+            "network would stay the same; build it from parts with ExitNet.from_parts"
         )
     return found[0]
 
 
-def _traced(module: nn.Module, opened: set[str], training: bool, seed: int) -> Program:
+def _same(one: Program, other: Program) -> bool:
+    """Whether two programs do the same with the same constants."""
+    both = zip(one.constants.values(), other.constants.values(), strict=False)
+    return str(one.graph) == str(other.graph) and all(a.is_meta or torch.equal(a, b) for a, b in both)
+
+
+def _traced(module: nn.Module, opened: set[str], training: bool) -> Program:
     holder = _Holder(module)
-    with modes_kept(module), _buffers_kept(module), _drawing_from(seed):
+    with modes_kept(module), _buffers_kept(module), draws_kept(), _draws_refused():
         graph = _Tracer(opened).trace(holder.train(training))
     graph.eliminate_dead_code(is_impure_node=_stays)
     program = Program(graph, holder)
@@ -139,7 +146,7 @@ def _traced(module: nn.Module, opened: set[str], training: bool, seed: int) -> P
 def _can_be_traced(module: nn.Module) -> bool:
     """Whether the network's own forward can be, however it fares with what lies in it."""
     try:
-        _traced(module, set(), False, 0)
+        _traced(module, set(), False)
     except Exception:
         return False
     return True
@@ -169,18 +176,29 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _drawing_from(seed: int) -> Iterator[None]:
-    """Python's, numpy's and torch's random numbers begin at a seed, and go on afterwards as if nothing had been."""
+def draws_kept(device: torch.device | str = "cpu") -> Iterator[None]:
+    """Python's, numpy's and torch's random numbers go on afterwards as if none had been drawn."""
     python, arrays = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        try:
+    try:
+        with draws_from(None, torch.device(device)):
             yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(arrays)
+    finally:
+        random.setstate(python)
+        np.random.set_state(arrays)
+
+
+@contextmanager
+def _draws_refused() -> Iterator[None]:
+    """Raise where random numbers were drawn: a cut network would go on with them instead of drawing others."""
+    before = _generator_states()
+    yield
+    if _generator_states() != before:
+        raise ValueError("it draws random numbers, which only modules that it calls may do")
+
+
+def _generator_states() -> tuple[Any, ...]:
+    """How far Python's, numpy's and torch's generators have come."""
+    return random.getstate(), repr(np.random.get_state()), bytes(torch.get_rng_state().numpy())
 
 
 def _stays(node: fx.Node) -> bool:

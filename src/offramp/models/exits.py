@@ -14,7 +14,7 @@ them gets, or which gradients come back.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,12 +44,23 @@ class ModelSpec:
         return asdict(self)
 
 
+def _members(spec: ModelSpec) -> list[tuple[dict[str, Any], ModelSpec]]:
+    """The networks that a network is made of: what its overrides say of each, and a spec of it without its classes."""
+    found = spec.overrides.get("members", ())
+    tables = found if isinstance(found, (list, tuple)) else [found]
+    for own in tables:
+        if not isinstance(own, Mapping) or "name" not in own or not isinstance(own.get("overrides", {}), Mapping):
+            raise ValueError(f"members of {spec.name!r} must be tables with a name and, if any, overrides; got {own!r}")
+    return [(dict(own), ModelSpec(str(own["name"]), 0, dict(own.get("overrides", {})))) for own in tables]
+
+
 def all_specs(spec: ModelSpec) -> list[ModelSpec]:
     """A network's spec and, if it is made of whole networks, theirs; with `pretrained`, if that is asked for."""
-    members = [dict(member) for member in spec.overrides.get("members", ())]
-    asked = [dict(member.get("overrides", {})) | {"pretrained": member.get("pretrained", False)} for member in members]
-    inner = [ModelSpec(str(m["name"]), 0, overrides) for m, overrides in zip(members, asked, strict=True)]
-    return [spec, *(each for member in inner for each in all_specs(member))]
+    found = [spec]
+    for given, member in _members(spec):
+        asked = {**member.overrides, "pretrained": given.get("pretrained", False)}
+        found += all_specs(ModelSpec(member.name, 0, asked))
+    return found
 
 
 def without_sources(spec: ModelSpec) -> ModelSpec:
@@ -57,10 +68,9 @@ def without_sources(spec: ModelSpec) -> ModelSpec:
     if "members" not in spec.overrides:
         return spec
     members = []
-    for member in spec.overrides["members"]:
-        inner = without_sources(ModelSpec(str(member["name"]), 0, dict(member.get("overrides", {}))))
-        members.append({key: value for key, value in member.items() if key != "pretrained"})
-        members[-1]["overrides"] = inner.overrides
+    for given, member in _members(spec):
+        given.pop("pretrained", None)
+        members.append({**given, "overrides": without_sources(member).overrides})
     return ModelSpec(spec.name, spec.num_classes, {**spec.overrides, "members": members})
 
 
@@ -97,6 +107,25 @@ class ExitNet(nn.Module):
         """Whether each state ends with the logits of the exit before it."""
         return bool(self.carry) or any(map(reads_before, self.heads))
 
+    @property
+    def changes_gradients(self) -> bool:
+        """Whether exits answer with what earlier ones said, while no gradient goes there."""
+        return self.carries
+
+    @property
+    def last_reads_others(self) -> bool:
+        """Whether the last exit's answer depends on what earlier exits say."""
+        return bool(self.carry) or reads_before(self.heads[-1])
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The last exit of each network that it is made of: its own, unless it is a cascade."""
+        return (self.num_exits,)
+
+    def head_params(self) -> list[nn.Parameter]:
+        """The params of all classifiers."""
+        return list(self.heads.parameters())
+
     def advance(self, k: int, state: State) -> tuple[Tensor, State]:
         """Run stage `k` without its head; give the feature that the head reads and the next state.
 
@@ -106,9 +135,9 @@ class ExitNet(nn.Module):
 
     def answer(self, k: int, feature: Tensor, before: Tensor | None) -> Tensor:
         """The logits of exit `k`, from its feature and, if they are carried, from the logits of the exit before."""
-        head = self.heads[k - 1]
+        head, before = self.heads[k - 1], None if before is None else before.detach()
         logits = head(feature, before) if reads_before(head) else head(feature)
-        return logits + self.carry * before.detach() if self.carry and before is not None else logits
+        return logits + self.carry * before if self.carry and before is not None else logits
 
     def step(self, k: int, state: State) -> tuple[Tensor, State]:
         """Run stage `k` (1..K) on the state before it; give the logits of exit `k` and the next state.
@@ -123,10 +152,12 @@ class ExitNet(nn.Module):
 
     def last(self, images: Tensor) -> Tensor:
         """The logits of the last exit; inner heads run only if it depends on them."""
-        state: State = (images,)
-        for k in range(1, self.num_exits):
-            _, state = self.step(k, state) if self.carries else self.advance(k, state)
-        return self.step(self.num_exits, state)[0]
+        if self.last_reads_others:
+            return self.forward(images)[-1]
+        feature, state = self.advance(1, (images,))
+        for k in range(2, self.num_exits + 1):
+            feature, state = self.advance(k, state)
+        return self.answer(self.num_exits, feature, None)
 
     def forked(self, k: int, feature: Tensor) -> tuple[Tensor, Tensor]:
         """The feature of exit `k` for its head and for what comes after; `fork` decides in training mode."""
@@ -200,8 +231,8 @@ class GivenStagesNet(ExitNet):
             for training in (False, True):
                 images = torch.empty(2, *self.input_shape, device="meta", dtype=floating_dtype(self))
                 self._copied[training] = frozenset(_writers(twin.train(training), images))
-        except Exception:  # parts that compute with values, or take images of another shape
-            self._copied.clear()
+        except Exception:  # parts that compute with values, or take images of another shape: any of them may write
+            self._copied = dict.fromkeys((False, True), frozenset(range(-self.num_exits, self.num_exits + 1)))
 
 
 def _writers(model: ExitNet, images: Tensor) -> Iterator[int]:

@@ -97,7 +97,7 @@ class Head(nn.Module):
         logits = self.linear(self.dropout(self.features(x)))
         if not self.reads_before or before is None:
             return logits
-        said = torch.log_softmax(before.detach(), dim=1).to(logits.dtype)
+        said = torch.log_softmax(before, dim=1).to(logits.dtype)
         return logits + self.before(said)
 
 

@@ -127,7 +127,14 @@ def build_library_model(
     module, prepared = _built(library, own, name, num_classes, image_size, dict(options or {}), pretrained)
     model = cut_network(module, exits, torch.zeros(2, 3, prepared.size, prepared.size), head, head_options or {})
     model.preprocessing = prepared
+    if pretrained and num_classes == _classes_of_params(module):
+        model.trained_exits = frozenset([model.num_exits])
     return model
+
+
+def _classes_of_params(module: nn.Module) -> int:
+    """How many classes a library's own params of a network know; timm's may be those of ImageNet-21k."""
+    return int(getattr(module, "pretrained_cfg", {}).get("num_classes", IMAGENET_CLASSES))
 
 
 def library_places(name: str, image_size: int | None = None) -> list[Place]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,14 +80,17 @@ def model_entry(name: str) -> ModelEntry:
             f"{name} comes trained; in Python: create_model({name!r}, pretrained=True); "
             "offramp models lists those that are built without weights"
         )
+    if name not in MODELS and (os.sep in name or name.startswith(".")):
+        raise ValueError(f"{name} is not there, and no model has such a name (offramp models lists them)")
     if name not in MODELS and (found := _elsewhere(name)):
         raise ValueError(f"model {name!r} is unknown; did you mean {' or '.join(map(repr, found))}?")
     return MODELS[name]
 
 
 def _elsewhere(name: str) -> list[str]:
-    """Networks of libraries that may have been meant by an unknown name."""
-    return libraries_with(name) or ([] if nearest(name, MODELS) else libraries_like(name))
+    """Networks that come trained, or of libraries, that may have been meant by an unknown name."""
+    near, trained = nearest(name, [*MODELS, *pretrained_names()]), pretrained_names()
+    return libraries_with(name) or [n for n in near if n in trained] or ([] if near else libraries_like(name))
 
 
 def create_model(
@@ -126,11 +130,7 @@ def create_model(
         model = WRAPPERS[key](model, wanted)
     model.spec = without_sources(ModelSpec(name, classes, _as_json({**own, **wrappers})))
     if isinstance(pretrained, (str, Path)):
-        fresh = start_from(model, pretrained)
-        known = (k for k in range(1, model.num_exits + 1) if not any(n.startswith(f"heads.{k - 1}.") for n in fresh))
-        model.trained_exits = frozenset(known)
-    elif comes_with_it and classes == entry.num_classes:  # the library's own classifier
-        model.trained_exits = frozenset([model.num_exits])
+        model.trained_exits = exits_without(model, start_from(model, pretrained))
     return model
 
 
@@ -141,8 +141,7 @@ def start_from(model: ExitNet, source: str | Path) -> list[str]:
     """
     path = Path(source)
     if not path.is_dir():
-        own_name = model.own_name if isinstance(model, CutNet) else str
-        return load_matching(model, read_params(path), path, own_name, ("heads.",))
+        return _start_from_file(model, path)
     tensors = read_params(path / WEIGHTS)
     heads = sorted({int(name.split(".")[1]) for name in tensors if name.startswith("heads.")})
     if heads and heads[-1] != model.num_exits - 1:
@@ -150,6 +149,26 @@ def start_from(model: ExitNet, source: str | Path) -> list[str]:
         others = {name: t for name, t in tensors.items() if not name.startswith("heads.")}
         tensors = others | {new + n.removeprefix(old): t for n, t in tensors.items() if n.startswith(old)}
     return load_matching(model, tensors, path, fresh=("heads.",))
+
+
+def _start_from_file(model: ExitNet, path: Path) -> list[str]:
+    """The file may be of the network itself or, where exits were put on one that exists, of that one."""
+    params = read_params(path)
+    if not isinstance(model, CutNet) or not params.keys().isdisjoint(model.state_dict()):
+        return load_matching(model, params, path, ("heads.",))
+    whole = model.original()
+    known = {model.own_name(name) for name in whole.state_dict()}
+    left = [model.own_name(name) for name in load_matching(whole, params, path)]
+    return [*left, *(name for name in model.state_dict() if name not in known)]
+
+
+def exits_without(model: ExitNet, fresh: Iterable[str]) -> frozenset[int]:
+    """The exits whose classifiers hold none of the params named; those that are in no head are the last exit's."""
+    params = dict(model.named_parameters())
+    named = {id(params[name]) for name in fresh if name in params}
+    heads = [{id(param) for param in head.parameters()} for head in model.heads]
+    heads[-1] |= named - set().union(*heads)
+    return frozenset(k for k, own in enumerate(heads, 1) if named.isdisjoint(own))
 
 
 def override_names(name: str) -> list[str] | None:
@@ -192,8 +211,12 @@ def build(spec: ModelSpec) -> ExitNet:
 
 def build_trained(spec: ModelSpec, schedule: str, weights: Path) -> ExitNet:
     """The network that `spec` describes, with the params of a safetensors file."""
-    model = build(spec).set_schedule(schedule)
+    return _with_params(build(spec).set_schedule(schedule), weights)
+
+
+def _with_params(model: ExitNet, weights: Path) -> ExitNet:
     load_tensors(model, read_tensors(weights), weights)
+    model.trained_exits = frozenset(range(1, model.num_exits + 1))
     return model
 
 
@@ -205,9 +228,7 @@ def load_model(folder: str | Path) -> ExitNet:
     if not (folder / WEIGHTS).is_file():
         raise ValueError(f"{folder} has no {WEIGHTS}: if it is a run, it has not finished training")
     refuse_damaged_network(folder)
-    model = build(read_spec(folder))
-    load_tensors(model, read_tensors(folder / WEIGHTS), folder / WEIGHTS)
-    return model
+    return _with_params(build(read_spec(folder)), folder / WEIGHTS)
 
 
 def read_spec(folder: str | Path) -> ModelSpec:

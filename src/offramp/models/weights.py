@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +74,14 @@ def read_params(path: str | Path) -> dict[str, Tensor]:
     return {str(name).removeprefix("module."): tensor for name, tensor in found.items()}
 
 
-def load_matching(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    source: Any,
-    own_name: Callable[[str], str] = str,
-    fresh: Sequence[str] = (),
-) -> list[str]:
+def load_matching(model: nn.Module, tensors: Mapping[str, Tensor], source: Any, fresh: Sequence[str] = ()) -> list[str]:
     """Copy pretrained `tensors` into `model`; give the names that stay fresh.
 
-    Names may be the model's own, or others that `own_name` translates; or all others, if shapes come in the same
-    order. A classifier of another size stays fresh, and so may what begins with one of `fresh`. Anything else that is
-    missing or does not fit is named.
+    Names may be the model's own, or all others, if shapes come in the same order. A classifier of another size stays
+    fresh, and so may what begins with one of `fresh`. Anything else that is missing or does not fit is named.
     """
     own = model.state_dict()
     given = dict(tensors)
-    if not set(given) & set(own):
-        given = {own_name(name): tensor for name, tensor in given.items()}
     if not set(given) & set(own) and len(given) == len(own):
         given = dict(zip(own, given.values(), strict=True))
     fits = {name: t for name, t in given.items() if name in own and t.shape == own[name].shape}

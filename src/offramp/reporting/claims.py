@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from offramp.common.formatting import millions
-from offramp.reporting.kept_runs import StoredRun
-from offramp.runs.config import WeightingConfig, same_but_for_weighting
+from offramp.reporting.groups import method_label
+from offramp.reporting.kept_runs import StoredRun, baseline_epochs
+from offramp.runs.config import WeightingConfig, all_but_weighting, same_but_for_weighting
 
 LOSS_ALLOWED = 0.5  # points that any one exit may lose
+ALIKE = 0.03  # two costs that differ by no more than this share count as equal
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,35 @@ def pairs(groups: Sequence[Sequence[StoredRun]]) -> list[tuple[Sequence[StoredRu
         and after[0].config.weighting.name != "uniform"
         and same_but_for_weighting(before[0].config, after[0].config)
     ]
+
+
+def of_equal_cost(
+    groups: Sequence[Sequence[StoredRun]], ratios: Mapping[str, float]
+) -> list[tuple[Sequence[StoredRun], Sequence[StoredRun]]]:
+    """Conventional training for so many epochs more that it costs what another weighting costs; else the same."""
+
+    def rest(group: Sequence[StoredRun]) -> str:
+        own = group[0].config
+        return all_but_weighting(replace(own, train=replace(own.train, epochs=1)))
+
+    found = []
+    for before in groups:
+        for after in groups:
+            configs = before[0].config, after[0].config
+            weightings = [config.weighting.name for config in configs]
+            if weightings[0] != "uniform" or weightings[1] == "uniform" or rest(before) != rest(after):
+                continue
+            spent = [baseline_epochs(config, ratios) for config in configs]
+            more = configs[0].train.epochs > configs[1].train.epochs
+            if more and spent[0] and spent[1] and abs(spent[0] / spent[1] - 1) <= ALIKE:
+                found.append((before, after))
+    return found
+
+
+def against(before: Sequence[StoredRun], after: Sequence[StoredRun]) -> str:
+    """What conventional training is called beside another weighting: with its epochs where they are not the same."""
+    name, count = method_label(before[0].config), before[0].config.train.epochs
+    return name if count == after[0].config.train.epochs else f"{name} of {count} epochs, which cost as much"
 
 
 def one_change(groups: Sequence[Sequence[StoredRun]]) -> list[tuple[Sequence[StoredRun], Sequence[StoredRun], str]]:

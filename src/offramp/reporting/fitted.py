@@ -16,7 +16,8 @@ from matplotlib.axes import Axes
 
 from offramp.common.files import read_json
 from offramp.common.formatting import Table, millions
-from offramp.measuring.intervals import proportion_interval
+from offramp.measuring.intervals import Interval, proportion_interval
+from offramp.measuring.sentences import fewer_right
 from offramp.reporting.drawing import INK, Panels
 from offramp.reporting.headline import percent_range
 
@@ -63,6 +64,10 @@ class Fit:
     reference: Mapping[str, Any] | None
     test: Mapping[str, Any]
     warnings: tuple[str, ...]
+    held_out: int | None = None  # images that were chosen on
+    drop: tuple[float, Interval] | None = None  # lost against the single network there, in points
+    certified_on: int | None = None  # images that certify a promise; the drop is on these
+    folds: int = 0  # by which the held-out images were judged; 0: by networks that ship
 
     @property
     def point(self) -> Point:
@@ -70,12 +75,13 @@ class Fit:
 
 
 def find_fit(runs: Iterable[Path]) -> Fit | None:
-    """The `fit.json` in or above the folder of a run, if there is one."""
+    """The `fit.json` in or above the folder of a run, if that is the one it chose."""
     for run in runs:
         whole = run.resolve()
         for folder in (whole, *list(whole.parents)[:ABOVE]):
-            if (folder / FIT).is_file():
-                return read_fit(folder / FIT)
+            found = read_fit(folder / FIT) if (folder / FIT).is_file() else None
+            if found is not None and found.chosen_run.resolve() == whole:
+                return found
     return None
 
 
@@ -102,11 +108,21 @@ def read_fit(path: Path) -> Fit:
             value.get("reference"),
             value.get("test", {}),
             tuple(map(str, value.get("warnings", ()))),
+            value.get("held_out", {}).get("samples"),
+            _drop(value.get("drop")),
+            (value.get("drop") or {}).get("certified_on"),
+            int(value.get("held_out", {}).get("folds", 0)),
         )
         _ = found.point
     except (KeyError, TypeError, AttributeError, IndexError) as error:
         raise ValueError(f"{path} is not what `offramp fit` writes; run it again") from error
     return found
+
+
+def _drop(value: Mapping[str, Any] | None) -> tuple[float, Interval] | None:
+    return (
+        None if value is None else (float(value["points"]), (float(value["interval"][0]), float(value["interval"][1])))
+    )
 
 
 def _family(value: Mapping[str, Any]) -> Family:
@@ -161,14 +177,19 @@ def _best(named: Sequence[Named]) -> list[Named]:
 def _words(fit: Fit, kind: str) -> str:
     """The cheapest and the best of a kind."""
     (_, first), *_, (_, last) = 2 * _best(_of_kind(fit, kind))
-    start = f"{_look(kind)[2]}: {100 * first.top1:.1f} % at {millions(first.mul_adds)}"
-    return f"{start}." if first is last else f"{start} to {100 * last.top1:.1f} % at {millions(last.mul_adds)}."
+    start = f"{_look(kind)[2]}: {_accuracy(first)} at {millions(first.mul_adds)}"
+    return f"{start}." if first is last else f"{start} to {_accuracy(last)} at {millions(last.mul_adds)}."
+
+
+def _accuracy(point: Point) -> str:
+    """92.1 % (89.9 to 94.0 %)."""
+    return f"{100 * point.top1:.1f} % ({percent_range(point.interval)})"
 
 
 def _chosen_words(fit: Fit) -> str:
     family, point = fit.families[fit.chosen[0]], fit.point
     time = "" if point.ms is None else f", {point.ms:.3g} ms"
-    return f"Chosen: {family.name}, {100 * point.top1:.1f} % at {millions(point.mul_adds)} mul-adds{time} per image."
+    return f"Chosen: {family.name}, {_accuracy(point)} at {millions(point.mul_adds)} mul-adds{time} per image."
 
 
 def _price(fit: Fit, point: Point) -> float:
@@ -224,6 +245,20 @@ def _shown(fit: Fit) -> tuple[float, float]:
     return 100 * (low - 4 * room), 100 * (high + room)
 
 
+def drop_sentence(fit: Fit) -> str | None:
+    """What was lost against the single network where the choice was made, if it is another."""
+    if fit.drop is None or fit.held_out is None or fit.drop[1] == (0.0, 0.0):
+        return None
+    than = f"it has {fewer_right(*fit.drop)} than the single network"
+    if fit.certified_on is not None:
+        return f"On the {fit.certified_on:,} held-out images that certify the promise, {than}."
+    folds = f" by {fit.folds}-fold cross-validation" if fit.folds else ""
+    return (
+        f"An estimate{folds}, from the {fit.held_out:,} held-out images that it was chosen on: {than}; the interval "
+        "allows for the choice."
+    )
+
+
 def tested_table(fit: Fit) -> Table | None:
     """What ships beside the single network, on test images: accuracy with its interval, cost and time."""
     try:
@@ -234,21 +269,29 @@ def tested_table(fit: Fit) -> Table | None:
     except KeyError:  # written by an earlier version
         return None
     family = fit.families[fit.chosen[0]]
-    rows = [(family.name, ours), *([(name, whole)] if name != family.name else [])]
+    lost = "–" if "drop" not in fit.test else _against(float(fit.test["drop"]), fit.test["drop_interval"])
+    rows = [(family.name, ours, lost), (name, whole, "–")] if name != family.name else [(name, ours, "–")]
     cells = [
         [
             own,
             f"{100 * seen['top1']:.1f}",
             percent_range(proportion_interval(round(seen["top1"] * samples), samples)),
+            against,
             millions(seen["mul_adds"]),
             f"{100 * seen['mul_adds'] / whole['mul_adds']:.0f}",
             f"{seen['ms']:.3g}",
             f"{whole['ms'] / seen['ms']:.2f}",
         ]
-        for own, seen in rows
+        for own, seen, against in rows
     ]
-    columns = ["network", "top-1 %", "95 % interval", "mul-adds", "% of the single network", "ms", "times as fast"]
+    columns = ["network", "top-1 %", "95 % interval", "difference, points (95 %)"]
+    columns += ["mul-adds", "mul-adds, %", "ms", "times as fast"]
     return f"What ships, beside the single network: {samples:,} test images", columns, cells
+
+
+def _against(drop: float, interval: Interval) -> str:
+    """What is right more often than by the single network: -1.00 (-2.40 to +0.40)."""
+    return f"{0 - drop:+.2f} ({0 - interval[1]:+.2f} to {0 - interval[0]:+.2f})"  # of nothing -x would be -0.00
 
 
 def families_table(fit: Fit) -> Table:

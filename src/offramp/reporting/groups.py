@@ -179,6 +179,8 @@ def read_run(folder: Path, measure: str | None = None, temperature: bool | None 
         saved = read_outputs(folder, "calibration")
         known = saved_policies(folder, saved, summary, measure, temperature)
         policies = known or searched_policies(saved, summary.costs, measure or PLAIN, bool(temperature))
+    elif (folder / POLICY).is_file():
+        policies = known = carried_policies(folder, summary, measure, temperature)
     told = (measure or PLAIN, None) if policies is None else (policies.measure, policies.temperatures)
     on_test = Predictions.of(test.logits, test.labels, *told)
     return RunData(folder, config, summary, read_metrics(folder), test, on_test, policies, known is not None)
@@ -211,6 +213,15 @@ def saved_policies(
             log.warning("%s was found on another evaluation; its policies are searched for again", path)
             return None
     return known
+
+
+def carried_policies(
+    folder: Path, summary: EvalSummary, measure: str | None, temperature: bool | None
+) -> Policies | None:
+    """What `offramp calibrate OTHER --out RUN/policy.json` gave a run that was trained on all images."""
+    known = read_policies(folder / POLICY)
+    suits = measure in (None, known.measure) and temperature in (None, known.temperatures is not None)
+    return known if known.found_on is not None and suits and known.costs == summary.costs else None
 
 
 def searched_policies(saved: SavedOutputs, costs: tuple[int, ...], measure: str, temperature: bool) -> Policies:

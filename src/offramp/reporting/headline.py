@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from offramp.common.formatting import millions, with_spread
-from offramp.measuring.intervals import Interval
+from offramp.measuring.intervals import Interval, right_interval
 from offramp.measuring.metrics import Curve
+from offramp.measuring.sentences import fewer_right
 from offramp.reporting.groups import Group
-from offramp.reporting.shipped import Shipped, StageTimes, find_shipped, right_interval, shown_family, suggested_outcome
+from offramp.reporting.shipped import Shipped, StageTimes, find_shipped, shown_family, suggested_outcome
 from offramp.runs.config import same_but_for_weighting
 
 SLACK_POINTS = 0.5  # equal accuracy is compared this far below what both curves reach, away from their flat ends
@@ -110,10 +111,7 @@ def _in_short(shipped: Shipped, found: tuple[float, float] | None) -> str:
 
 def price_in_points(shipped: Shipped) -> str:
     """What leaving early costs in accuracy, or gains, with its 95 % interval."""
-    low, high = shipped.drop_interval
-    if shipped.drop >= 0:
-        return f"for {shipped.drop:.2f} points of accuracy ({low:.2f} to {high:.2f})"
-    return f"and gains {-shipped.drop:.2f} points of accuracy ({-high:.2f} to {-low:.2f})"
+    return f"with {fewer_right(shipped.drop, shipped.drop_interval)}"
 
 
 def weightings(groups: Sequence[Group], family: str = "q") -> str:

@@ -27,6 +27,7 @@ from offramp.runs.recipe import list_recipes, load_recipe
 
 CURVES = "curves.json"
 FROM_RUN = "weighting.from_run"
+OF_THE_WAY = ("train.", "objective.", "model.overrides.")  # settings that tell a way of training by
 WEIGHTS = "weights.json"
 FACTS = ("python", "packages", "device")  # not where things lay on the machine
 OF_WEIGHTS = ("mean", "spread", "counted")
@@ -84,9 +85,24 @@ class StoredRun:
         """
         known = self.config.recipe in list_recipes()
         before = load_recipe(self.config.recipe).config if known and self.config.recipe else RunConfig()
-        own, recipe = (_flat(decisive(c).to_json()) for c in (self.config, before))
-        aside = {"model.num_classes", "recipe"} | (set() if known else {"model.name", "data.name"})
-        return {key: value for key, value in own.items() if recipe.get(key) != value and key not in aside}
+        aside = set() if known else {"model.name", "data.name"}
+        return {key: value for key, value in _differences(self.config, before).items() if key not in aside}
+
+    @property
+    def way(self) -> dict[str, Any]:
+        """How training differs from the recipe at the root of those that its recipe extends: settings of the network's
+        exits, of the objective and of updates."""
+        if self.config.recipe not in list_recipes():
+            return {}
+        root = load_recipe(load_recipe(self.config.recipe).root or self.config.recipe).config
+        changed = _differences(self.config, root)
+        return {key: value for key, value in changed.items() if key.startswith(OF_THE_WAY)}
+
+
+def _differences(config: RunConfig, before: RunConfig) -> dict[str, Any]:
+    own, recipe = (_flat(decisive(c).to_json()) for c in (config, before))
+    aside = {"model.num_classes", "recipe"}
+    return {key: value for key, value in own.items() if recipe.get(key) != value and key not in aside}
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -223,7 +239,7 @@ def stored_runs(folder: Path) -> list[StoredRun]:
 def label(group: Sequence[StoredRun]) -> str:
     """The method, the network, what was changed in the recipe, and where its weighting is not the paper's."""
     first = group[0]
-    changes = {key: value for key, value in first.changes.items() if not key.startswith("weighting.")}
+    changes = {key: value for key, value in first.changes.items() if not key.startswith("weighting.")} | first.way
     usual = vars(WeightingConfig()) | {"name": first.config.weighting.name}
     changes |= {key: value for key, value in vars(first.config.weighting).items() if value != usual[key]}
     if FROM_RUN not in first.changes:  # the recipe's own
@@ -270,9 +286,12 @@ def baseline_epochs(config: RunConfig, ratios: Mapping[str, float]) -> float | N
     """How many epochs of conventional training a run took as long as.
 
     `ratios`: a step that trains the weight net beside a conventional one, by order; `second` and `second_ORDER` are a
-    step of IMTA's second phase without and with the weight net (`offramp bench train`).
+    step of IMTA's second phase without and with the weight net (`offramp bench train`); `teacher` is a step beside a
+    teacher, whose own training comes on top. Epochs are of the same network with the same updates.
     """
     weighting = config.weighting
+    if config.objective.options.get("source") == "teacher" and "teacher" not in ratios:
+        return None
     steps = [(1.0, ratios.get(weighting.order))]
     if config.imta.collaboration:
         steps.append((ratios.get("second", nan), ratios.get(f"second_{weighting.order}")))
@@ -282,5 +301,7 @@ def baseline_epochs(config: RunConfig, ratios: Mapping[str, float]) -> float | N
         taught = weighting.until - weighting.since
         share = taught / weighting.interval  # of the steps, those that train the weight net
         per_epoch = sum(plain + share * ((nan if learned is None else learned) - plain) for plain, learned in steps)
+    if config.objective.options.get("source") == "teacher":
+        per_epoch += ratios["teacher"] - 1
     alone = config.train.network_epochs or 0  # the network by itself: at most an epoch of conventional training each
     return None if isnan(per_epoch) else alone + config.train.epochs * per_epoch

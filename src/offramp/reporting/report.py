@@ -15,7 +15,7 @@ from offramp.common.formatting import Table, counted, to_csv, to_markdown
 from offramp.reporting import figures
 from offramp.reporting import report_tables as tables
 from offramp.reporting.drawing import Panels, save
-from offramp.reporting.fitted import Fit, families_chart, families_table, find_fit, tested_table
+from offramp.reporting.fitted import Fit, drop_sentence, families_chart, families_table, find_fit, tested_table
 from offramp.reporting.groups import ELSEWHERE, Group, RunData, gather
 from offramp.reporting.headline import leading, weightings
 from offramp.reporting.report_page import ReportPage, render
@@ -65,7 +65,9 @@ def write_report(
     command = _command(runs, out, budgets, times, measure, temperature)
     answer = leading(groups, shipped, known) if fit is None else fit.sentence
     compared = weightings(groups, shown_family(shipped))
-    more = [*([compared] if compared else []), *(() if fit is None else fit.warnings)]
+    more = [compared] if compared else []
+    if fit is not None:
+        more += [sentence for sentence in (drop_sentence(fit), *fit.warnings) if sentence]
     page = ReportPage(
         title_of(groups, fit), answer, more, _facts(groups), groups, shipped, known, panels,
         {name: table for name, table in found.items() if name != "confusion"}, _repeat(groups, command),
@@ -141,8 +143,7 @@ def _tables(
         "difficulty": tables.difficulty(groups),
     }
     if shipped is not None:
-        chosen = fit if fit is not None and fit.chosen_run.resolve() == shipped.run.folder.resolve() else None
-        found["shipped"] = (chosen and tested_table(chosen)) or tables.shipped_table(shipped, times)
+        found["shipped"] = (fit and tested_table(fit)) or tables.shipped_table(shipped, times)
         found["leaving"] = tables.leaving_table(shipped, times)
         found["confusion"] = tables.confusion_table(shipped)
         found["mistakes"] = tables.mistakes_table(shipped)

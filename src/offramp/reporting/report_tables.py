@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from offramp.common.formatting import Table, millions, with_spread
+from offramp.measuring.intervals import right_interval
 from offramp.measuring.metrics import exit_difficulty
 from offramp.reporting.groups import Group
 from offramp.reporting.headline import percent_range
-from offramp.reporting.shipped import Shipped, StageTimes, confusion, losing_classes, right_interval
+from offramp.reporting.shipped import Shipped, StageTimes, confusion, losing_classes
 
 BUDGETS = 5
 MISTAKES = 10  # pairs of classes, and classes that lose

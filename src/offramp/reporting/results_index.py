@@ -87,15 +87,17 @@ class Index:
     pages: tuple[Page, ...]
     frontier: Frontier | None = field(default=None)
 
-    def first_page(self, sections: Sequence[Section], about: str, pictures: Pictures) -> str:
+    def first_page(self, sections: Sequence[Section], pictures: Pictures) -> str:
         parts = [f"# Results\n\n{self.intro.strip()}\n"]
         if self.frontier is not None:
             parts.append(_frontier(self.frontier, self.results, sections, pictures))
         prefix = f"{pictures.folder.name}/"
         lines = [f"- [{page.title}]({prefix}{page.name}.md). {page.answer}" for page in self.pages]
-        lines.append(f"- [All runs]({prefix}{ALL_RUNS}.md), each with its seed, epochs, seconds and numbers.")
+        lines.append(
+            f"- [All runs]({prefix}{ALL_RUNS}.md), each with its seed, epochs and seconds; how to read the tables."
+        )
         parts.append("## The evidence, one page for each question\n\n" + "\n".join(lines) + "\n")
-        return "\n".join(parts) + f"\n## How to read it\n\n{about}"
+        return "\n".join(parts)
 
 
 def read_index(results: Path) -> Index | None:
@@ -134,11 +136,17 @@ def _frontier(frontier: Frontier, results: Path, sections: Sequence[Section], pi
     for own, runs in ours:
         if not runs:
             raise ValueError(f"{results / PAGES}: no evaluated run matches {own.runs!r}")
+        if any(FAMILY not in run.curves for run in runs):
+            raise ValueError(
+                f"{results / PAGES}: {own.runs!r} matches runs without thresholds; give them some of a run that held "
+                "images out: offramp calibrate HELD --out RUN/policy.json"
+            )
     save(Panels(FRONTIER, frontier.title, [partial(_draw, frontier, ours)], "wide"), pictures.folder)
     rows = [["to beat", "", *(f"{value:.1f}" for value in frontier.to_beat)]]
     rows += [[one.who, one.how, *_published_cells(one, frontier.budgets)] for one in frontier.published]
     rows += [[own.who, counted(len(runs), "seed"), *_cells(runs, frontier)] for own, runs in ours]
-    table = to_markdown(["top-1 % at mean mul-adds", "", *(f"{b:g}M" for b in frontier.budgets)], rows)
+    columns = ["top-1 % at mean mul-adds", "", *(f"{b:g}M" for b in frontier.budgets)]
+    table = to_markdown(columns, [row for row in rows if any(row[2:])])  # the picture shows other budgets as well
     return f"## {frontier.title}\n\n{frontier.text}\n\n![{frontier.title}]({pictures.link(FRONTIER)})\n\n{table}"
 
 

@@ -31,15 +31,19 @@ from offramp.reporting.results_tables import (
 from offramp.reporting.sections import SECTION, Section, holds_runs, read_section
 from offramp.reporting.weight_history import weights_by_epoch
 
-ABOUT = (
-    "Written by `{command}` from what is kept of each run in `{results}/`: settings, log, evaluation summary and "
-    "budgeted curves. Accuracies are top-1 in %; settings of the weighting are named where they are not the "
-    "paper's for CIFAR; ± is one standard deviation over seeds, in differences one standard error. Thresholds of "
-    "budgeted numbers come from the calibration split by the paper's rule; where a curve of such policies ends "
-    "below a budget, its end counts. Runs share a GPU, so what training costs is not read off their clocks: "
-    "*baseline epochs* follow from how many steps train the weight net, and from the measured ratio of such a "
-    "step to a conventional one; what a hundred of them bring is the gain over all that were spent.\n"
-)
+ABOUT = """\
+Written by `{command}` from what is kept of each run in `{results}/`: settings, log, evaluation summary and budgeted
+curves.
+
+- Accuracies are top-1 in %. ± is one standard deviation over seeds, in differences one standard error.
+- Settings of the weighting are named where they are not the paper's for CIFAR.
+- Thresholds of budgeted numbers come from the calibration split by the paper's rule; those of runs on all images, from
+  a run of the same recipe that held some out. Where a curve of such policies ends below a budget, its end counts.
+- Runs share a GPU, so what training costs is not read off their clocks. *Baseline epochs* follow from how many steps
+  train the weight net, and from the measured ratio of such a step to a conventional one; they are epochs of the same
+  network with the same updates. What a hundred of them bring is the gain over all that were spent.
+"""
+HOW_TO_READ = "How to read the tables"
 
 
 def write_page(results: Path, out: Path) -> Path:
@@ -68,14 +72,16 @@ def write_page(results: Path, out: Path) -> Path:
 def _several(index: Index, sections: Sequence[Section], about: str, out: Path) -> dict[Path, str]:
     """A short page that leads to others, one for each question."""
     folder, here = out.with_suffix(""), Pictures(out.with_suffix(""), "")
-    pages = {out: index.first_page(sections, about, Pictures(folder, f"{out.stem}/"))}
+    pages = {out: index.first_page(sections, Pictures(folder, f"{out.stem}/"))}
+    how = f"[{HOW_TO_READ}]({ALL_RUNS}.md#{HOW_TO_READ.lower().replace(' ', '-')})."
     for page in index.pages:
         own = [section for section in sections if section.name in page.sections]
         if own:
-            parts = [f"# {page.title}\n\n{page.answer}\n\n{about}", at_a_glance(own)]
+            parts = [f"# {page.title}\n\n{page.answer}\n\n{how}\n", at_a_glance(own)]
             parts += [_section(section, here) for section in own]
             pages[folder / f"{page.name}.md"] = "\n".join(part for part in parts if part)
-    pages[folder / f"{ALL_RUNS}.md"] = f"# All runs\n\n{_all_runs(sections).partition(chr(10) * 2)[2]}"
+    table = _all_runs(sections).partition("\n\n")[2]
+    pages[folder / f"{ALL_RUNS}.md"] = f"# All runs\n\n{table}\n## {HOW_TO_READ}\n\n{about}"
     return pages
 
 

@@ -9,8 +9,10 @@ import numpy as np
 from offramp.common.formatting import millions, to_markdown, with_spread
 from offramp.reporting.claims import (
     Difference,
+    against,
     differences,
     held_out_differences,
+    of_equal_cost,
     one_change,
     pairs,
     shared_seeds,
@@ -73,9 +75,9 @@ def at_a_glance(sections: Sequence[Section]) -> str:
         for before, after, found in _compared(section) if section.split == "test" else []:
             exits = [d for d in found if d.what.startswith("exit")]
             spent = baseline_epochs(after[0].config, section.ratios)
-            against = f"{label(after)} minus {method_label(before[0].config)}"
+            difference = f"{label(after)} minus {against(before, after)}"
             facts = [epochs(after[0].config), str(len(exits[0].points)), str(exits[0]), str(exits[-1])]
-            rows.append([section.name, against, *facts, "" if spent is None else f"{spent:.0f}"])
+            rows.append([section.name, difference, *facts, "" if spent is None else f"{spent:.0f}"])
     columns = ["section", "difference", "epochs", "seeds", "first exit", "last exit", "baseline epochs"]
     return f"## At a glance\n\n{to_markdown(columns, rows)}" if rows else ""
 
@@ -84,7 +86,7 @@ def _compared(section: Section) -> list[tuple[Sequence[StoredRun], Sequence[Stor
     """Conventional training, another weighting that is the section's own, and what that brings."""
     return [
         (before, after, found)
-        for before, after in pairs(section.tested)
+        for before, after in [*pairs(section.tested), *of_equal_cost(section.tested, section.ratios)]
         if any(map(section.owns, after)) and (found := differences(before, after, section.every_budget))
     ]
 
@@ -96,16 +98,16 @@ def paired(section: Section) -> str:
         return ""
     columns = list(dict.fromkeys(d.what for *_, found in compared for d in found))
     rows = [row for pair in compared for row in _difference_rows(*pair, columns)]
-    learned = [(after, found) for _, after, found in compared if after[0].config.weighting.name == "learned"]
-    verdicts = "".join(f"- {label(after)}: {_verdict(after, found, section)}\n" for after, found in learned)
+    learned = [pair for pair in compared if pair[1][0].config.weighting.name == "learned"]
+    verdicts = "".join(_verdict_line(*pair, section) for pair in learned)
     return "\n".join(part for part in (to_markdown(["paired by seed", *columns], rows), verdicts) if part)
 
 
 def held_out_paired(section: Section) -> str:
     """What weightings bring on the calibration split, and what one change of the learned ones brings, if seeds tell."""
     compared = [
-        (before, after, method_label(before[0].config))
-        for before, after in pairs(section.groups)
+        (before, after, against(before, after))
+        for before, after in [*pairs(section.groups), *of_equal_cost(section.groups, section.ratios)]
         if any(map(section.owns, after))
     ]
     compared += [
@@ -129,7 +131,7 @@ def _difference_rows(
     seeds, by_what = shared_seeds(before, after), {d.what: d for d in found}
     kept = [by_what.get(what) for what in columns]
     count = f"{len(seeds)} seeds" if len(seeds) > 1 else f"seed {seeds[0]}"
-    name = f"{label(after)} minus {method_label(before[0].config)}, {count}"
+    name = f"{label(after)} minus {against(before, after)}, {count}"
     rows = [[name, *("–" if d is None else str(d) for d in kept)]]
     if len(seeds) > 1:
         rows += [
@@ -137,6 +139,15 @@ def _difference_rows(
             for at, seed in enumerate(seeds)
         ]
     return rows
+
+
+def _verdict_line(
+    before: Sequence[StoredRun], after: Sequence[StoredRun], found: Sequence[Difference], section: Section
+) -> str:
+    name = label(after)
+    if before[0].config.train.epochs != after[0].config.train.epochs:
+        name += f" against the {against(before, after)}"
+    return f"- {name}: {_verdict(after, found, section)}\n"
 
 
 def _verdict(after: Sequence[StoredRun], found: Sequence[Difference], section: Section) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 from offramp.common.files import read_json
 from offramp.measuring.calibrate import stage_times
 from offramp.measuring.confidence import predicted_classes
-from offramp.measuring.intervals import Interval, paired_interval, proportion_interval
+from offramp.measuring.intervals import Interval, paired_interval
 from offramp.measuring.policy import FAMILIES, Outcome, Policy, exits_taken, mean_cost, outcome
 from offramp.reporting.groups import Group, RunData
 
@@ -115,11 +115,6 @@ class Shipped:
         if times.policy is not None and self.chosen:
             return times.policy
         return mean_cost(self.taken, times.milliseconds), times.milliseconds[-1]
-
-
-def right_interval(right: np.ndarray) -> Interval:
-    """The 95 % interval of an accuracy, as shares."""
-    return proportion_interval(int(right.sum()), len(right))
 
 
 def find_shipped(groups: Sequence[Group], prefer: Path | None = None) -> Shipped | None:

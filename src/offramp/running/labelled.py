@@ -23,7 +23,7 @@ from offramp.common.names import unknown
 from offramp.common.pretrained import MANIFEST
 from offramp.data.listing import FileSplit, Unreadable, folder_layout, list_folder
 from offramp.measuring.calibrate import PolicyRequest, find_policies, stage_times
-from offramp.measuring.intervals import Interval, paired_interval, proportion_interval
+from offramp.measuring.intervals import Interval, paired_interval, right_interval
 from offramp.measuring.policy import Outcome, Policies, mean_cost, shares_of, write_policies
 from offramp.running.bundle import POLICY, Bundle, load_bundle, read_cut_photos, write_manifest
 from offramp.running.engines.protocol import all_logits
@@ -208,7 +208,7 @@ def score_of(parts: Sequence[Judged], costs: Sequence[int], about: str) -> Bundl
         len(right),
         tuple(every.mean(1).tolist()),
         policy,
-        proportion_interval(int(right.sum()), len(right)),
+        right_interval(right),
         100 * float(every[-1].mean() - right.mean()),
         (0.0, 0.0) if (exits == len(costs)).all() else paired_interval(every[-1], right),
         about,

@@ -381,6 +381,14 @@ def same_but_for_weighting(one: RunConfig, other: RunConfig) -> bool:
     return all_but_weighting(one) == all_but_weighting(other)
 
 
+def same_but_for_held_out(one: RunConfig, other: RunConfig) -> bool:
+    """Whether two runs differ in nothing that decides their results but how many images were held out; seeds aside."""
+    first, second = (
+        replace(decisive(own), data=replace(decisive(own).data, calibration=None), recipe=None) for own in (one, other)
+    )
+    return first == second
+
+
 def same_network_and_data(one: RunConfig, other: RunConfig) -> bool:
     """Whether two runs trained the same network on the same images; how, and how many were held out, aside."""
     first, second = (

@@ -97,6 +97,9 @@ def _is_left_over(path: Path) -> bool:
     return False
 
 
+RESUMED = "the same command with --resume goes on"
+
+
 @contextmanager
 def going_on_explained(run: Path) -> Iterator[None]:
     """Turn what the disk says while a run is written into a sentence: which file, why, and how to go on."""
@@ -104,9 +107,7 @@ def going_on_explained(run: Path) -> Iterator[None]:
         yield
     except OSError as error:
         file, why = error.filename or run, error.strerror or str(error)
-        raise OSError(
-            f"{file} cannot be written: {why}; once it can, the same command with --resume goes on"
-        ) from error
+        raise OSError(f"{file} cannot be written: {why}; once it can, {RESUMED}") from error
 
 
 def refuse_other_data(folder: Path, data: KnownData) -> None:

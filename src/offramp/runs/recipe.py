@@ -23,6 +23,7 @@ class Recipe:
     claim: str
     config: RunConfig
     paper_top1: tuple[float, ...] | None = None
+    root: str | None = None  # the recipe at the end of those that it extends; its own name where it extends none
 
 
 def list_recipes() -> list[str]:
@@ -34,9 +35,9 @@ def load_recipe(name_or_path: str) -> Recipe:
     """A packaged recipe by name, or one's own by the path of its TOML file."""
     text, name = _read_recipe(name_or_path)
     table = _resolve(name_or_path, seen=())
-    paper = table.pop("paper_top1", None)
+    paper, root = table.pop("paper_top1", None), table.pop("root")
     config = parse(RunConfig, {**table, "recipe": name})
-    return Recipe(name, _claim(text), config, None if paper is None else tuple(float(top1) for top1 in paper))
+    return Recipe(name, _claim(text), config, None if paper is None else tuple(float(top1) for top1 in paper), root)
 
 
 def recipe_of(config: RunConfig) -> Recipe | None:
@@ -75,7 +76,7 @@ def _resolve(name_or_path: str, seen: tuple[str, ...]) -> dict[str, Any]:
         raise ValueError(f"recipe {name_or_path} is not valid TOML: {error}") from error
     base = table.pop("extends", None)
     if base is None:
-        return table
+        return {**table, "root": name_or_path}
     if str(base).endswith(".toml"):
         base = str(Path(name_or_path).parent / base)
     below = _resolve(str(base), (*seen, name_or_path))

@@ -7,14 +7,14 @@ dies is started again and so is the task it was at; a task that ends its worker 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import signal
+import socket
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,12 +67,14 @@ def ray_cluster(address: str = LOCAL, shape: WorkerShape | None = None) -> Itera
     """Join the cluster at `address`, or start Ray here and end it afterwards; how many workers there can be."""
     import ray
 
-    shape = shape or WorkerShape()
-    cores = max(len(os.sched_getaffinity(0)), math.ceil((shape.workers or 1) * shape.cpus))
-    joined = ray_connection(address, num_cpus=cores, object_store_memory=STORE_BYTES)
+    shape, joined = shape or WorkerShape(), ExitStack()
+    cpus = (shape.workers or 1) * shape.cpus
+    with only_ours():
+        joined.enter_context(ray_connection(address, cpus, object_store_memory=STORE_BYTES))
+        nodes, room = ray.nodes(), _room(ray.cluster_resources(), shape)
+    _say_if_nobody_has(shape, nodes)
     with only_ours(), joined, _raised_signals():  # the signals last: Ray sets handlers of its own
-        _say_if_nobody_has(shape, ray.nodes())
-        yield shape.workers or _room(ray.cluster_resources(), shape)
+        yield shape.workers or room
 
 
 def _say_if_nobody_has(shape: WorkerShape, nodes: Sequence[dict[str, Any]]) -> None:
@@ -196,7 +198,9 @@ class _Actor:
         assert self.call is not None
         try:
             return self.call(number, data), ""
-        except (ValueError, OSError, MemoryError) as error:
+        except MemoryError:
+            return b"", f"{socket.gethostname()} ran out of memory; give each worker more CPUs, so that there are fewer"
+        except (ValueError, OSError) as error:
             return b"", _sentence(error)
         except Exception:  # ours: with all that helps to find it
             return b"", traceback.format_exc()

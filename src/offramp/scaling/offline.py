@@ -8,16 +8,19 @@ Ray's object store. Started again with the same command, it goes on with the par
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from offramp import __version__
-from offramp.common.console import Bar, progress, say
+from offramp.common.console import progress, say
 from offramp.common.files import short_digest
 from offramp.common.images import MAX_PIXELS, quiet_pillow
 from offramp.common.pretrained import MANIFEST as BUNDLE_MANIFEST
@@ -27,26 +30,30 @@ from offramp.measuring.policy import Policies, Policy
 from offramp.running.bundle import Bundle, asked_policy, checked, load_bundle, manifest_digest
 from offramp.running.predict import predict
 from offramp.running.runtime import ceiling
+from offramp.runs.lock import locked
 from offramp.scaling.cluster import Task, WorkerShape, now, ray_cluster, spread
 from offramp.scaling.parts import (
+    MANIFEST,
     PartCount,
     Plan,
     Totals,
+    check_whole,
     claim,
     finished_parts,
-    forget,
     part_name,
     read_count,
-    tidy,
     to_parquet,
 )
-from offramp.scaling.places import is_local, joined, kind_of, write_whole
+from offramp.scaling.places import as_path, is_local, joined, kind_of, write_whole
 from offramp.scaling.sources import ImageReader, Source
+
+log = logging.getLogger("offramp")
 
 SMALLEST_PART = 1024  # images of a call: late stages run full batches from here on
 PART_IMAGES = 4096
 MANY = 64 * 1024  # images from which on parts are that large
 MAX_UNREADABLE = 0.01
+FAR_MORE = 4  # times the images of a part: row groups of Parquet that hold so many are worth a word
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,7 @@ class Job:
     reader: ImageReader
     out: str
     batch: int
+    again: frozenset[int] = frozenset()  # parts that are there, and are done once more
 
 
 class PartWriter:
@@ -101,12 +109,14 @@ class PartWriter:
 
     def __init__(self, job: Job) -> None:
         quiet_pillow()
+        if kind_of(joined(job.out, MANIFEST)) != "file":
+            raise OSError(f"{socket.gethostname()} does not see {job.out}; every machine must, under this name")
         self.job, self.bundle = job, job.bundle.load()
         self.name = worker_name()
 
     def __call__(self, part: int, task: bytes) -> bytes:
-        job, began = self.job, time.perf_counter()
-        if kind_of(joined(job.out, part_name(part))) == "file":  # written by a worker that died before it could say so
+        job, began, place = self.job, time.perf_counter(), joined(self.job.out, part_name(part))
+        if part not in job.again and kind_of(place) == "file":  # of a worker that died before it could say so
             return read_count(job.out, part, job.plan).to_json()
         keys, images = job.reader.read(task)
         found = predict(
@@ -123,7 +133,7 @@ class PartWriter:
         exits = tuple(sum(row.exit == k for row in found.rows) for k in range(1, len(self.bundle.costs) + 1))
         count = PartCount(part, exits, found.unreadable, 0.0, self.name, now())
         count = replace(count, seconds=time.perf_counter() - began)
-        write_whole(joined(job.out, part_name(part)), to_parquet(found.rows, count, job.plan))
+        write_whole(place, to_parquet(found.rows, count, job.plan))
         return replace(count, seconds=time.perf_counter() - began, ended=now()).to_json()
 
 
@@ -202,31 +212,55 @@ def predict_source(
     asked, shape = asked or Asked(), shape or WorkerShape()
     packed = PackedBundle.of(bundle, asked.device, shape.threads)
     plan, policies, policy = planned(packed, source, asked)
+    out = as_path(out)
     out = os.path.abspath(out) if is_local(out) else out.rstrip("/")
-    claim(out, plan, {"offramp": __version__, "bundle": str(bundle), "source": source.about})
-    totals, todo = _finished(out, plan, policies, asked)
-    _check_unreadable(totals, asked)
-    if not silent:
-        say(_beginning(source, plan, totals, out))
-    if todo:
-        job = Job(packed, plan, policy, source.reader, out, asked.batch)
-        tasks = [Task(part, source.task(*plan.bounds(part))) for part in todo]
-        _run(job, tasks, totals, asked, address, shape, silent)
-    tidy(out)
+    with _alone(out):
+        claim(out, plan, {"offramp": __version__, "bundle": str(bundle), "source": source.about})
+        totals, todo, again = _finished(out, plan, policies, asked)
+        _check_unreadable(totals, asked)
+        if not silent:
+            say(_beginning(source, plan, totals, out))
+        _say_if_groups_are_large(source, plan)
+        if todo:
+            job = Job(packed, plan, policy, source.reader, out, asked.batch, again)
+            tasks = [Task(part, source.task(*plan.bounds(part))) for part in todo]
+            _run(job, tasks, totals, asked, address, shape, silent)
+        check_whole(out, plan)
     return totals
 
 
-def _finished(out: str, plan: Plan, policies: Policies, asked: Asked) -> tuple[Totals, list[int]]:
-    """What became of the parts that are there, and the numbers of those that are not."""
+def _finished(out: str, plan: Plan, policies: Policies, asked: Asked) -> tuple[Totals, list[int], frozenset[int]]:
+    """What became of the parts that are there; the numbers of those to be done; those among them that are there."""
     there = finished_parts(out, plan)
-    if asked.retry_unreadable:
-        again = [part for part, count in there.items() if count.unreadable]
-        forget(out, again)
-        there = {part: count for part, count in there.items() if part not in again}
+    again = frozenset(part for part, count in there.items() if count.unreadable and asked.retry_unreadable)
     totals = Totals(policies.costs, plan.images)
-    for count in there.values():
-        totals.add(count, new=False)
-    return totals, [part for part in range(plan.parts) if part not in there]
+    for part in there.keys() - again:
+        totals.add(there[part], new=False)
+    return totals, [part for part in range(plan.parts) if part not in there or part in again], again
+
+
+@contextmanager
+def _alone(out: str) -> Iterator[None]:
+    """One command at a time writes into a folder; stores have no locks."""
+    with ExitStack() as held:
+        if is_local(out):
+            try:
+                held.enter_context(locked(Path(out)))
+            except ValueError as error:  # worded for trainings
+                raise ValueError(str(error).replace("being trained", "being written")) from error
+        yield
+
+
+def _say_if_groups_are_large(source: Source, plan: Plan) -> None:
+    """Parquet is read from the first row of a row group on, by every part anew."""
+    if source.together > FAR_MORE * plan.part_images:
+        log.warning(
+            "%s has row groups of %s rows, and a part has %s: each part reads its group from the first row on; "
+            "with smaller groups, or larger parts (--part-images), much less is read",
+            source.about,
+            f"{source.together:,}",
+            f"{plan.part_images:,}",
+        )
 
 
 def _run(
@@ -240,20 +274,11 @@ def _run(
         with progress("predicting", totals.size, done=totals.images, silent=silent) as bar:
             for found in spread(PartWriter, (job,), tasks, workers, shape):
                 count = PartCount.from_json(found.data)
-                _note(totals, count, began, bar)
+                totals.note(count, began)
+                bar.show(f"predicting ({totals.shares_in_words()})")
+                bar.advance(count.images, count.images)
                 _check_unreadable(totals, asked)
         totals.wall_s = now() - began
-
-
-def _note(totals: Totals, count: PartCount, began: float, bar: Bar) -> None:
-    """Count a part; one that a worker of an earlier command wrote in its last moments is none of this command's."""
-    first = count.ended - count.seconds - began
-    new = count.ended > began
-    if new:
-        totals.start_s = max(0.0, min(totals.start_s, first) if totals.new_images else first)
-    totals.add(count, new)
-    bar.show(f"predicting ({totals.shares_in_words()})")
-    bar.advance(count.images, count.images)
 
 
 def _check_unreadable(totals: Totals, asked: Asked) -> None:

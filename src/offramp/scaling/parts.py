@@ -9,23 +9,24 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from offramp.common.files import PART, short_digest
+from offramp.common.files import short_digest
 from offramp.common.formatting import millions
 from offramp.running.predict import Row
-from offramp.scaling.places import is_local, joined, names_below, opened, read_all, remove, write_whole
+from offramp.scaling.places import joined, names_below, opened, read_all, remove, write_whole
 
 MANIFEST = "_predict.json"  # with an underscore: whoever reads the folder as Parquet passes it over
 NAME = re.compile(r"part-(\d{6})\.parquet")
+HALF_WRITTEN = re.compile(r"\.+part-\d{6}\.parquet\..+")  # hidden, and followed by whose it is
 FOOTER, PLAN = b"offramp", b"offramp.plan"
 READERS = 16  # threads that read footers
 SCHEMA = pa.schema(
@@ -112,6 +113,13 @@ class Totals:
             self.busy_s += count.seconds
             self.workers.add(count.worker)
 
+    def note(self, count: PartCount, began: float) -> None:
+        """Add a part that has just come; one that a worker of an earlier command wrote in the end is none of ours."""
+        first, new = count.ended - count.seconds - began, count.ended > began
+        if new:
+            self.start_s = max(0.0, min(self.start_s, first) if self.new_images else first)
+        self.add(count, new)
+
     @property
     def images(self) -> int:
         return int(self.exits.sum()) + self.unreadable
@@ -153,10 +161,12 @@ class Totals:
             f"{self.shares_in_words()}\n"
             f"{millions(self.mean_mul_adds)} mul-adds per image, {saved:.1f} % of the compute saved"
         )
-        if not self.new_images:
-            return text
+        return f"{text}\n{self.speed()}" if self.new_images else text
+
+    def speed(self) -> str:
+        """How fast the images of this command were."""
         rate = f"{self.images_per_s_of_a_worker:,.0f} images/s for each of {len(self.workers)} workers"
-        return f"{text}\n{self.new_images:,} images now: {rate}, after {self.start_s:.1f} s until the first began"
+        return f"{self.new_images:,} images now: {rate}, after {self.start_s:.1f} s until the first began"
 
 
 def part_name(part: int) -> str:
@@ -247,15 +257,15 @@ def _in_words(name: str) -> str:
     return words[name]
 
 
-def forget(out: str, parts: Iterable[int]) -> None:
-    """Remove parts, which are then done again."""
-    for part in parts:
-        remove(joined(out, part_name(part)))
-
-
-def tidy(out: str) -> None:
-    """Remove what workers that were killed left half written; for when nobody writes any more."""
-    if is_local(out):
-        for path in Path(out).glob(".part-*.part"):
-            if PART.fullmatch(path.name):
-                path.unlink(missing_ok=True)
+def check_whole(out: str, plan: Plan) -> None:
+    """Raise if a part is missing; and remove what killed workers left half written. For when nobody writes any more."""
+    names = names_below(out)
+    for name in filter(HALF_WRITTEN.fullmatch, names):
+        with suppress(FileNotFoundError):
+            remove(joined(out, name))
+    missing = plan.parts - sum(NAME.fullmatch(name) is not None for name in names)
+    if missing:
+        raise OSError(
+            f"{missing:,} of {plan.parts:,} parts were written, but not into the {out} of this machine: the machines "
+            "do not share it; choose an --out that all of them see under one name, or a store"
+        )

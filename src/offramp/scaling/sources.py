@@ -8,23 +8,27 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import zlib
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, groupby
 from typing import Any, NoReturn, Protocol
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from offramp.common.files import short_digest
-from offramp.common.images import UnreadableImage
+from offramp.common.images import SUFFIXES, UnreadableImage, is_image_name
 from offramp.running.predict import DECODERS, ImageSource
-from offramp.scaling.places import fetched, images_below, is_local, joined, kind_of, names_below, opened, read_all
+from offramp.scaling.places import as_path, fetched, files_below, is_local, joined, kind_of, opened, read_all
 
 REMOTE_DECODERS = 16  # threads that wait for a store most of the time
 COLUMNS = ("image", "bytes", "content", "jpg", "png")  # where an image column is looked for, unless it is named
 TOGETHER = 64  # rows of Parquet in memory at a time
+READ_BYTES = 4 * 1024**2  # of a column of Parquet at a time: a row group may be larger than the memory
 
 
 class ImageReader(Protocol):
@@ -44,6 +48,7 @@ class Source(Protocol):
     about: str
     size: int
     digest: str  # of what was listed: another listing is another source
+    together: int  # images that can only be read from the first of them on
     reader: ImageReader
 
     def task(self, start: int, stop: int) -> bytes:
@@ -52,12 +57,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class FileReader:
-    """Files by their keys, below `base` where they are relative."""
+    """Files by their keys, below `base` where they are relative; where none is, there is no base."""
 
     base: str
     decoders: int
 
     def read(self, task: bytes) -> tuple[list[str], Iterable[ImageSource]]:
+        if self.base and is_local(self.base) and not os.path.isdir(self.base):
+            raise OSError(f"{socket.gethostname()} does not see {self.base}, where the images are")
         keys = zlib.decompress(task).decode(errors="surrogateescape").split("\0")
         return keys, map(self._source, keys)
 
@@ -69,10 +76,12 @@ class FileReader:
 class FileSource:
     """Images in files of their own."""
 
+    together = 1
+
     def __init__(self, about: str, base: str, keys: Iterable[str]) -> None:
-        self.about, self.keys = about, sorted(set(keys))
+        self.about, self.keys = about, [key for key, _ in groupby(sorted(keys))]
         self.size, self.digest = len(self.keys), short_digest([base, *self.keys])
-        remote = not is_local(base) or any(not is_local(key) for key in self.keys)
+        remote = any(not is_local(joined(base, key)) for key in self.keys)
         self.reader: ImageReader = FileReader(base, REMOTE_DECODERS if remote else DECODERS)
 
     def task(self, start: int, stop: int) -> bytes:
@@ -106,21 +115,27 @@ class ParquetReader:
                 yield cell.as_py() if cell.is_valid else _empty
 
     def _cells(self, name: str, start: int, stop: int, column: str) -> Iterator[Any]:
-        """A column's cells from row `start` to before `stop`, some at a time; other row groups are not read."""
+        """A column's cells from row `start` to before `stop`, some at a time.
+
+        Row groups before and after are not read; the first of those that are is read from its own first row.
+        """
         with opened(joined(self.base, name)) as handle:
-            file, at = pq.ParquetFile(handle), 0
-            for group in range(file.metadata.num_row_groups):
-                rows = file.metadata.row_group(group).num_rows
-                if at < stop and at + rows > start:
-                    for batch in file.iter_batches(TOGETHER, row_groups=[group], columns=[column]):
-                        low, high = max(start - at, 0), min(stop - at, len(batch))
-                        if low < high:
-                            yield batch.column(0).slice(low, high - low)
-                        at += len(batch)
-                        if at >= stop:
-                            return
-                else:
-                    at += rows
+            file = pq.ParquetFile(handle, buffer_size=READ_BYTES, pre_buffer=False)
+            groups, at = _groups(file.metadata, start, stop)
+            for batch in file.iter_batches(TOGETHER, row_groups=groups, columns=[column]):
+                low, high = max(start - at, 0), min(stop - at, len(batch))
+                if low < high:
+                    yield batch.column(0).slice(low, high - low)
+                at += len(batch)
+                if at >= stop:
+                    return
+
+
+def _groups(metadata: Any, start: int, stop: int) -> tuple[list[int], int]:
+    """The row groups that hold rows from `start` to before `stop`, and the number of their first row."""
+    ends = list(accumulate(metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)))
+    first, last = bisect_right(ends, start), bisect_left(ends, stop)
+    return list(range(first, last + 1)), ends[first - 1] if first else 0
 
 
 def _empty() -> NoReturn:
@@ -131,18 +146,24 @@ class ParquetSource:
     """Images in the rows of Parquet files, in the order of files and rows."""
 
     def __init__(self, about: str, base: str, names: Sequence[str], column: str | None, key_column: str | None) -> None:
-        self.about, self.names, self.rows = about, sorted(names), []
+        self.about, self.names, self.together = about, sorted(names), 1
+        self.rows: list[int] = []
         for name in self.names:
             with opened(joined(base, name)) as handle:
                 file = _parquet(handle, joined(base, name))
                 column = _image_column(file.schema_arrow, column, joined(base, name))
                 _check_column(file.schema_arrow, key_column, joined(base, name))
-                self.rows.append(file.metadata.num_rows)
+                self._add(file.metadata)
         assert column is not None
         self.size = sum(self.rows)
         listed = (f"{name}:{rows}" for name, rows in zip(self.names, self.rows, strict=True))
         self.digest = short_digest([base, column, key_column or "", *listed])
         self.reader: ImageReader = ParquetReader(base, column, key_column)
+
+    def _add(self, metadata: Any) -> None:
+        self.rows.append(metadata.num_rows)
+        groups = (metadata.row_group(group).num_rows for group in range(metadata.num_row_groups))
+        self.together = max([self.together, *groups])
 
     def task(self, start: int, stop: int) -> bytes:
         ranges, at = [], 0
@@ -186,6 +207,7 @@ def _holds_bytes(kind: pa.DataType) -> bool:
 
 def open_source(place: str, image_column: str | None = None, key_column: str | None = None) -> Source:
     """A folder of images or of Parquet files, one Parquet file, or a text file with a path or URI per line."""
+    place = as_path(place)
     place = place if is_local(place) else place.rstrip("/")
     base = os.path.abspath(place) if is_local(place) else place
     kind = kind_of(place)
@@ -204,16 +226,28 @@ def open_source(place: str, image_column: str | None = None, key_column: str | N
 
 
 def _folder(place: str, base: str, image_column: str | None, key_column: str | None) -> Source:
-    tables = [name for name in names_below(base, recursive=True) if name.endswith(".parquet")]
-    images = images_below(base)
+    tables: list[str] = []
+    images: list[str] = []
+    for name in files_below(base):
+        if name.endswith(".parquet"):
+            tables.append(name)
+        elif _is_image(name, is_local(base)):
+            images.append(name)
     if tables and images:
         raise ValueError(f"{place} holds images and Parquet files; give a folder of one kind")
     return ParquetSource(place, base, tables, image_column, key_column) if tables else FileSource(place, base, images)
+
+
+def _is_image(name: str, local: bool) -> bool:
+    """HEIC is read from files of a machine alone."""
+    return is_image_name(os.path.basename(name)) if local else os.path.splitext(name)[1].lower() in SUFFIXES
 
 
 def _list(place: str) -> Source:
     data = read_all(place)
     if b"\0" in data:
         raise ValueError(f"{place} is no list of paths: text with a path or URI per line, or a .parquet file")
-    lines = (line.strip() for line in data.decode(errors="surrogateescape").splitlines())
-    return FileSource(place, os.getcwd(), [line for line in lines if line])
+    lines = (line.strip() for line in data.split(b"\n"))  # as bytes: other characters that end a line may be in names
+    keys = [line.decode(errors="surrogateescape") for line in lines if line]
+    relative = any(is_local(key) and not os.path.isabs(key) for key in keys)
+    return FileSource(place, os.getcwd() if relative else "", keys)

@@ -127,12 +127,14 @@ class Crew:
         os.close(theirs)
         worker = WorkerProcess(number, process, line)
         self.workers.append(worker)
+        if self.stopping:  # a signal came before this one was among them
+            process.send_signal(signal.SIGTERM)
         return worker
 
     def start_all(self) -> None:
         """Start them and wait until all are ready; the first alone, so that what is wrong is said once."""
         for numbers in ([0], range(1, self.count)):
-            started = [self.start(number) for number in numbers]
+            started = [self.start(number) for number in numbers if not self.stopping]
             while not self.stopping and not all(worker.ready for worker in started):
                 time.sleep(LOOK_S)
                 for worker in started:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
+import os
 import signal
 import threading
 import time
@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from fastapi import FastAPI
 
+from offramp import __version__
 from offramp.common.console import console, say
 from offramp.common.formatting import counted
 from offramp.common.pretrained import bundle_folder
 from offramp.common.ray_connection import LOCAL, ray_connection
 from offramp.running.bundle import load_bundle
-from offramp.running.engines.onnx_engine import cores
 from offramp.serve.config import ServeConfig
 from offramp.serve.metrics import QUEUE, SLOTS, Row, new_row
 from offramp.serve.processes import Job
@@ -37,6 +37,8 @@ from offramp.serve.server import DRAIN_S, address_of, listen
 log = logging.getLogger("offramp")
 
 NAME = "offramp"  # of the application: what is deployed under it again replaces what is there
+COUNTS = "offramp"  # the namespace of the actors that count
+FIRST_NODE = {"node:__internal_head__": 0.001}  # a cluster without it has no proxy either
 TELL_S = 0.5  # between two reports of a replica
 SILENT_S = 10.0  # after which what a replica had inside is gone with it
 FORGET_S = 3600.0  # after which its counts are kept only in the sum
@@ -98,11 +100,12 @@ def serve_on_ray(
     """
     replicas, config = replicas or Replicas(), config or ServeConfig()
     folder = bundle_folder(bundle_path)
-    load_bundle(folder, device="cpu").check_golden()  # one that does not load must not take the place of one that does
+    bundle = load_bundle(folder, device="cpu")
+    bundle.check_golden()  # one that does not load must not take the place of one that does
     own = replace(config.divided(replicas.most), queue=config.queue)
-    job = Job(BUNDLE_APP, app_words(folder.resolve(), own, device, threads=replicas.threads))
-    cores_needed = math.ceil(replicas.most * replicas.cpus)
-    with ray_here(address, num_cpus=max(cores(), cores_needed)):
+    words = app_words(folder.resolve(), own, device, threads=replicas.threads)
+    job = Job(BUNDLE_APP, {**words, "digest": bundle.digest})
+    with ray_here(address, replicas.most * replicas.cpus):
         where = deploy(job, replicas, own, host, port)
         if address != LOCAL:
             say(f"serving on {where} with {replicas}; it stays until the same command replaces it")
@@ -114,12 +117,14 @@ def serve_on_ray(
 
 
 @contextmanager
-def ray_here(address: str = LOCAL, **started_with: Any) -> Iterator[None]:
-    """A Ray of one's own on this machine, which ends with this; or the cluster at an address."""
+def ray_here(address: str = LOCAL, cpus: float = 1.0) -> Iterator[None]:
+    """A Ray of one's own on this machine, with CPUs for so much, which ends with this; or the cluster at an address."""
     from ray.serve.context import _disconnect
 
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
-    with ray_connection(address, **started_with):
+    if address == LOCAL:
+        os.environ["FORWARDED_ALLOW_IPS"] = ""  # else its proxy believes what a client on this machine says of its name
+    with ray_connection(address, cpus):
         try:
             yield
         finally:
@@ -132,7 +137,7 @@ def deploy(
     """Put the application on the cluster that this process has joined, or replace the one of this name; its address."""
     from ray import serve
 
-    _say_if_too_small(replicas)
+    _say_if_too_small(replicas, name)
     where = _start_proxy(host, port)
     _counts_actor(name)
     scaling: dict[str, Any] = {"num_replicas": replicas.most}
@@ -145,6 +150,7 @@ def deploy(
         graceful_shutdown_timeout_s=DRAIN_S,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5,
+        max_surge_percent=100,  # a new replica answers before the old one it replaces takes no more
         ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
     )
     made: Any = serve.deployment(serve.ingress()(Replica))
@@ -155,21 +161,23 @@ def deploy(
     return where
 
 
-def _say_if_too_small(replicas: Replicas) -> None:
-    """Ray would wait, in silence, until the cluster has room for the least replicas; it may grow by itself."""
+def _say_if_too_small(replicas: Replicas, name: str) -> None:
+    """Ray would wait, in silence, until the cluster has room; it may grow by itself, or something else may end."""
     import ray
+    from ray import serve
 
-    there = ray.cluster_resources()
-    cpus, gpus = there.get("CPU", 0.0), there.get("GPU", 0.0)
-    if cpus < replicas.least * replicas.cpus or gpus < replicas.least * replicas.gpus:
-        log.warning(
-            "the cluster has %g CPUs and %g GPUs, too few for %s of %g and %g each; waiting for more",
-            cpus,
-            gpus,
-            counted(replicas.least, "replica"),
-            replicas.cpus,
-            replicas.gpus,
-        )
+    there, needs = ray.cluster_resources(), f"{replicas.cpus:g} CPUs and {replicas.gpus:g} GPUs"
+    if not _has_room(there, replicas, replicas.least):
+        there_in_words = f"{there.get('CPU', 0.0):g} CPUs and {there.get('GPU', 0.0):g} GPUs"
+        wanted = counted(replicas.least, "replica")
+        log.warning("the cluster has %s, too few for %s of %s each; waiting for more", there_in_words, wanted, needs)
+    elif name in serve.status().applications and not _has_room(ray.available_resources(), replicas, 1):
+        log.warning("the cluster has no %s free for a new replica beside those that serve; waiting for them", needs)
+
+
+def _has_room(resources: dict[str, float], replicas: Replicas, count: int) -> bool:
+    cpus, gpus = resources.get("CPU", 0.0), resources.get("GPU", 0.0)
+    return cpus >= count * replicas.cpus and gpus >= count * replicas.gpus
 
 
 def _reason(name: str) -> str:
@@ -194,10 +202,14 @@ def autoscaling(replicas: Replicas, config: ServeConfig) -> dict[str, Any]:
 
 
 def remove(name: str = NAME) -> None:
-    """Take the application off the cluster; what its replicas have inside is answered first."""
+    """Take the application off the cluster, and its counts; what its replicas have inside is answered first."""
+    import ray
     from ray import serve
 
     serve.delete(name)
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == COUNTS and actor["name"].startswith(f"{name}-counts-"):  # of older versions too
+            ray.kill(ray.get_actor(**actor))
 
 
 def _start_proxy(host: str, port: int) -> str:
@@ -233,9 +245,15 @@ class Replica:
         self.job, self.name = Job(**job), name
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        made = self.job.app(RayRows(self.name))
+        self.rows = RayRows(self.name)
+        made = self.job.app(self.rows)
         self.stages = made.state.service.worker
         return made
+
+    async def __del__(self) -> None:
+        """Ray calls this once all that was inside is answered."""
+        if hasattr(self, "rows"):
+            await asyncio.to_thread(self.rows.tell_last)
 
     def check_health(self) -> None:
         if not self.stages.alive:
@@ -264,6 +282,13 @@ class RayRows:
             with _tolerated():
                 _counts_actor(self.name).tell.remote(self.replica, row)
                 said, at = row, now
+
+    def tell_last(self) -> None:
+        """Report before this replica ends, and wait until that has arrived."""
+        import ray
+
+        with _tolerated():
+            ray.get(_counts_actor(self.name).tell.remote(self.replica, self.own.tobytes()), timeout=COUNTS_S)
 
     async def all(self) -> Sequence[Row | np.ndarray]:
         """Everybody's; if the actor does not answer, the others' as they were when it last did."""
@@ -311,12 +336,11 @@ class Counts:
 
 
 def _counts_actor(name: str) -> Any:
-    """The actor of an application; the first who needs it starts it, on its own node."""
+    """The actor of an application; the first who needs it starts it. Rows of another version are counted elsewhere."""
     import ray
 
-    made = ray.remote(num_cpus=0, max_restarts=-1)(Counts)
+    made = ray.remote(num_cpus=0, resources=FIRST_NODE, max_restarts=-1)(Counts)
+    options: dict[str, Any] = {"name": f"{name}-counts-{__version__}-{SLOTS}", "namespace": COUNTS}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return made.options(
-            name=f"{name}-counts", namespace="offramp", lifetime="detached", get_if_exists=True
-        ).remote()
+        return made.options(**options, lifetime="detached", get_if_exists=True).remote()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -58,10 +59,20 @@ def app_words(bundle_path: str | Path, config: ServeConfig, device: str, threads
 
 
 def bundle_app(
-    bundle_path: str, settings: dict[str, Any], device: str, threads: int, rows: Rows | None = None
+    bundle_path: str,
+    settings: dict[str, Any],
+    device: str,
+    threads: int,
+    digest: str | None = None,
+    rows: Rows | None = None,
 ) -> FastAPI:
-    """The application around a bundle, in a process that runs nothing else; `threads` are for its stages."""
+    """The application around a bundle, in a process that runs nothing else; `threads` are for its stages.
+
+    Where a digest is given, another bundle in the same place is refused.
+    """
     bundle = load_bundle(bundle_path, device=device, threads=threads)
+    if digest not in (None, bundle.digest):
+        raise ValueError(f"{bundle_path} on {socket.gethostname()} is another bundle than the one to be served")
     config = ServeConfig(**settings)
     for size in (1, config.batch):  # the first requests shall not wait for this
         warm(bundle.engine, np.zeros((size, *bundle.card.input_shape), np.float32))

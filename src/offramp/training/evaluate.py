@@ -33,6 +33,7 @@ from offramp.runs.outputs import EVAL, SUMMARY, EvalSummary, ExitScore
 from offramp.training.loaders import Loader, LoaderData
 from offramp.training.processes import Processes
 
+SPLITS = ("calibration", "test")  # that networks are evaluated on
 THUMBS_PER_EXIT = 64
 BATCH_PIXELS = 1 << 20  # images of 32x32 go 1024 at a time, larger ones fewer
 
@@ -66,11 +67,17 @@ class EvalData(Protocol):
 
 
 def evaluate_run(
-    run: str | Path, *, data_dir: str | Path | None = None, device: str = "auto", data: DataConfig | None = None
+    run: str | Path,
+    *,
+    data_dir: str | Path | None = None,
+    device: str = "auto",
+    data: DataConfig | None = None,
+    splits: Sequence[str] = SPLITS,
 ) -> EvalSummary:
     """Evaluate a finished run on its calibration and test splits; write `RUN/eval/` and return the summary.
 
-    `run` may be the folder of a mere model (`model.save`), which needs `data`: it does not know any.
+    `splits` may name one of them alone. `run` may be the folder of a mere model (`model.save`), which needs `data`: it
+    does not know any.
     """
     run, place = Path(run), pick_device(device)
     if not holds_run(run) and (run / CONFIG).is_file():
@@ -88,7 +95,7 @@ def evaluate_run(
             f"{run} was trained on {config.model.num_classes} classes, but this {own.name} has {own.num_classes}"
         )
     refuse_other_data(run, own)
-    return write_evaluation(run, config.model.name, model, _costs(model), own, place)
+    return write_evaluation(run, config.model.name, model, _costs(model), own, place, splits=splits)
 
 
 def _evaluate_model(
@@ -170,6 +177,7 @@ def write_evaluation(
     data: EvalData,
     place: torch.device,
     told: bool = False,
+    splits: Sequence[str] = SPLITS,
 ) -> EvalSummary:
     """Evaluate into `RUN/eval/`; one that fails leaves the one before it whole.
 
@@ -178,7 +186,7 @@ def write_evaluation(
     new = run / f"{EVAL}.part"
     shutil.rmtree(new, ignore_errors=True)
     try:
-        summary = _evaluated(name, model, costs, data, new, place, data.name if told else None)
+        summary = _evaluated(name, model, costs, data, new, place, data.name if told else None, splits)
         shutil.rmtree(run / EVAL, ignore_errors=True)
         new.rename(run / EVAL)
     except OSError as error:
@@ -197,9 +205,10 @@ def _evaluated(
     folder: Path,
     place: torch.device,
     told: str | None,
+    splits: Sequence[str],
 ) -> EvalSummary:
     samples, exits = {}, {}
-    for split in ("calibration", "test"):
+    for split in splits:
         if data.size(split):
             samples[split], hits = save_logits(model, data, split, folder / split, place, len(costs))
             exits[split] = tuple(_score(cost, hits, samples[split]) for cost in costs)

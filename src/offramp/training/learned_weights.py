@@ -49,7 +49,7 @@ class LearnedWeights:
         for name, whole in (("since", 0), ("until", 1)):
             if getattr(own, name) != whole and total_steps is None:
                 raise ValueError(f"{name}, a share of training, needs total_steps")
-        refuse_blind_differences(own.engine, getattr(model, "fork", None))
+        refuse_blind_differences(own.engine, model)
         self.model, self.optimizer, self.total_steps, self.steps = model, optimizer, total_steps, 0
         use_taped_layers(model)
         context = Context(num_exits, total_steps, seed, next(model.parameters()).device)

@@ -113,13 +113,16 @@ class Phase:
         return int(getattr(self.module, "num_exits", self.model.num_exits))
 
     def heads_to_probe(self) -> list[int]:
-        """The heads that are new and trained, from 1: the last one is not, where the network was trained before."""
-        last, parts = self.model.num_exits, self.config.train.parts
-        known = set(self.model.trained_exits)
+        """The heads that are new and trained, from 1; one that stands at several exits by the last of these.
+
+        The last one is not new where the network was trained before.
+        """
+        heads, last, parts = list(self.model.heads), self.model.num_exits, self.config.train.parts
+        known = {heads[k - 1] for k in self.model.trained_exits}
         if parts == "inner_heads" or self.config.train.network_epochs:
-            known.add(last)
-        asked = [last] if parts == "last_exit" else range(1, last + 1)
-        return [k for k in asked if k not in known]
+            known.add(heads[-1])
+        asked = {heads[k - 1]: k for k in ([last] if parts == "last_exit" else range(1, last + 1))}
+        return sorted(k for head, k in asked.items() if head not in known)
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ pass and needs no double backward; `finite_difference` approximates it; `double_
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from offramp.common.generators import GeneratorStates, draws_from
+from offramp.models.kernels.reference import dual, values_and_tangent
 from offramp.training.lookahead import Params, look_ahead
 from offramp.training.method import Method
 from offramp.training.objectives import (
@@ -144,12 +145,29 @@ def forward_mode(problem: Problem) -> MetaGradient:
 def by_tangents(problem: Problem, params: Params, direction: Params) -> Tensor:
     """The gradient by the weights: how the train losses at `params` change along the direction D v."""
     # Fused attention has no forward-mode formula; its plain form has.
-    with torch.no_grad(), fwAD.dual_level(), sdpa_kernel(SDPBackend.MATH):
+    with torch.no_grad(), fwAD.dual_level(), sdpa_kernel(SDPBackend.MATH), frozen_norms_keep_dtype(problem.model):
         duals = {name: fwAD.make_dual(p.detach(), direction[name]) for name, p in params.items()}
         found: Any = fwAD.unpack_dual(problem.train_losses_at(duals, problem.train.tape)).tangent
         # None where the train half reads nothing that moves
         tangents_BK = torch.zeros_like(problem.weights_BK) if found is None else found
     return -tangents_BK / problem.samples
+
+
+@contextmanager
+def frozen_norms_keep_dtype(model: nn.Module) -> Iterator[None]:
+    """Tangents of a BatchNorm in evaluation mode get their values' dtype; torch gives them that of its params."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and not m.training]
+    hooks = [norm.register_forward_hook(_in_one_dtype) for norm in norms]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _in_one_dtype(norm: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    value, tangent = values_and_tangent(output)
+    return output if tangent is None or tangent.dtype == value.dtype else dual(value, tangent.to(value.dtype))
 
 
 def finite_difference(problem: Problem) -> MetaGradient:
@@ -192,14 +210,21 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 
 
-def refuse_blind_differences(engine: str, *parts: object) -> None:
-    """Raise for differences of forward passes where an objective or a fork has other gradients than its values have."""
-    for part in parts:
-        if engine == "finite_difference" and getattr(part, "changes_gradients", False):
+def refuse_blind_differences(engine: str, model: nn.Module, objective: object = None) -> None:
+    """Raise for differences of forward passes where something has other gradients than its values have."""
+    if engine != "finite_difference":
+        return
+    for part in (objective, getattr(model, "fork", None)):
+        if getattr(part, "changes_gradients", False):
             raise ValueError(
                 f"weighting.engine=finite_difference cannot see what {type(part).__name__} does to gradients, which "
                 "are not those of its values; use forward_mode"
             )
+    if getattr(model, "changes_gradients", False):
+        raise ValueError(
+            "weighting.engine=finite_difference sees exits answer with what earlier ones said (carry, or a head that "
+            "reads the exit before), but no gradient goes there; use forward_mode"
+        )
 
 
 def _direction(problem: Problem, params: Params) -> tuple[Params, Tensor]:

@@ -61,15 +61,20 @@ class Method:
             return found
         return by_term(found, num_exits).sum(1)
 
-    def halves(self, images: Tensor, labels: Tensor, recipe: Tensor | None = None) -> tuple[Half, Half]:
-        """Both halves of a loader batch, each mixed within itself if there is a recipe for it."""
+    def halves(
+        self, images: Tensor, labels: Tensor, recipe: Tensor | None = None, learn: bool = True
+    ) -> tuple[Half, Half]:
+        """Both halves of a loader batch, each mixed within itself if there is a recipe for it.
+
+        Where the weighting is to `learn` from them, they come unmixed too.
+        """
         if recipe is None:
             return self._prepared(images, labels)
         assert self.mixing is not None
         each = zip(images.chunk(2), labels.chunk(2), recipe, strict=True)
         mixed = [self.mixing.mixed(*half) for half in each]
         halves = self._prepared(*(torch.cat(parts) for parts in zip(*mixed, strict=True)))
-        if not self.weighting.taught:  # nobody asks for the samples as they were
+        if not learn:  # nobody asks for the samples as they were
             return halves
         first, second = zip(halves, self._prepared(images, labels), strict=True)
         return replace(first[0], unmixed=first[1]), replace(second[0], unmixed=second[1])

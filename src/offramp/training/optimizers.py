@@ -40,24 +40,42 @@ def params_to_train(model: nn.Module, config: TrainConfig) -> Params:
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if config.depth_decay == config.head_rate == 1 and config.decay_norms:
         return list(named.values())
-    factors = rate_factors(model, config)
+    factors, spared = rate_factors(model, config), spared_decay(model)
     groups: dict[tuple[float, bool], list[nn.Parameter]] = defaultdict(list)
     for name, param in named.items():
-        groups[factors[name], config.decay_norms or param.ndim > 1].append(param)
+        groups[factors[name], config.decay_norms or id(param) not in spared].append(param)
     return [
         {"params": params, "factor": factor, "weight_decay": config.weight_decay if decays else 0.0}
         for (factor, decays), params in groups.items()
     ]
 
 
+def spared_decay(model: nn.Module) -> set[int]:
+    """The params, by id, that are better off without weight decay: norms, biases, and what a network of timm names.
+
+    These are position embeddings, class tokens and the like (`no_weight_decay()`).
+    """
+    found = {id(param) for param in model.parameters() if param.ndim < 2}
+    for part in model.modules():
+        named = getattr(part, "no_weight_decay", None)
+        if callable(named):
+            own = dict(part.named_parameters())
+            found |= {id(own[name]) for name in named() if name in own}
+    return found
+
+
 def rate_factors(model: nn.Module, config: TrainConfig) -> dict[str, float]:
-    """The share of the rate that each param trains at, by name."""
+    """The share of the rate that each param trains at, by name; depth is counted within each network of a cascade."""
     assert isinstance(model, ExitNet)
     stages = param_stages(model) if config.depth_decay < 1 else {}
-    heads = {id(param) for param in model.heads.parameters()}
+    heads, ends = {id(param) for param in model.head_params()}, model.ends
+
+    def above(name: str) -> int:
+        stage = stages.get(name, model.num_exits)
+        return next(end for end in ends if end >= stage) - stage
+
     return {
-        name: config.depth_decay ** (model.num_exits - stages.get(name, model.num_exits))
-        * (config.head_rate if id(param) in heads else 1.0)
+        name: config.depth_decay ** above(name) * (config.head_rate if id(param) in heads else 1.0)
         for name, param in model.named_parameters()
     }
 
@@ -83,6 +101,8 @@ def _sgd(params: Params, config: TrainConfig) -> torch.optim.Optimizer:
 
 @register_optimizer("adamw")
 def _adamw(params: Params, config: TrainConfig) -> torch.optim.Optimizer:
+    if config.learning_rate is None:
+        raise ValueError("train.optimizer=adamw needs train.learning_rate, 1e-3 for example; the default is for sgd")
     return torch.optim.AdamW(
         params,
         lr=config.initial_rate,

@@ -11,12 +11,13 @@ import torch
 
 from offramp.models.cost import Meter
 from offramp.models.exits import ExitNet, State
+from offramp.models.modules import floating_dtype
 
 
 def param_stages(model: ExitNet) -> dict[str, int]:
     """The stage (1..K) of every param, by name; the last one for what no exit reads."""
     twin = copy.deepcopy(model).to("meta").eval()
-    state: State = (torch.empty(1, *model.input_shape, device="meta"),)
+    state: State = (torch.empty(1, *model.input_shape, device="meta", dtype=floating_dtype(model)),)
     stages = {name: model.num_exits for name, _ in twin.named_parameters()}
     names = {id(param): name for name, param in twin.named_parameters()}
     meter = Meter()

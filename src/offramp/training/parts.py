@@ -6,10 +6,12 @@ features are computed once for a loader batch, without a graph, however often a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
-from offramp.models.exits import ExitNet, State, reads_before
+from offramp.models.exits import ExitNet, State
 
 
 def part_to_train(model: ExitNet, parts: str) -> nn.Module:
@@ -17,15 +19,34 @@ def part_to_train(model: ExitNet, parts: str) -> nn.Module:
     if parts == "all":
         return model
     if parts == "last_exit":
+        refuse_dependent_last(model, "train.parts=last_exit trains the network for its last exit alone")
         return LastExit(model)
-    if parts == "inner_heads" and model.num_exits == 1:
-        raise ValueError("train.parts=inner_heads needs a network with more than one exit")
-    if parts == "inner_heads" and last_reads_others(model):
+    if parts == "inner_heads":
+        refuse_dependent_last(model, "train.parts=inner_heads leaves the last exit as it is")
+        if not inner_heads(model):
+            raise ValueError("train.parts=inner_heads needs a network with more than one exit, and more than one head")
+        return HeadsOnFeatures(model, inner_heads(model))
+    if next(model.heads[-1].parameters(), None) is None:
         raise ValueError(
-            "train.parts=inner_heads leaves the last exit as it is, but here its answer depends on earlier ones "
-            "(carry, or a head that reads the exit before); use train.parts=heads"
+            "train.parts=heads does not reach the last exit's classifier, which lies within this network; use "
+            "train.parts=inner_heads, or train everything"
         )
-    return HeadsOnFeatures(model, inner=parts == "inner_heads")
+    return HeadsOnFeatures(model, list(model.heads))
+
+
+def refuse_dependent_last(model: ExitNet, why: str) -> None:
+    """Raise where the last exit's answer depends on what earlier exits say."""
+    if model.last_reads_others:
+        raise ValueError(
+            f"{why}, but here its answer depends on earlier ones (carry, or a head that reads the exit before); leave "
+            "one of them out"
+        )
+
+
+def inner_heads(model: ExitNet) -> list[nn.Module]:
+    """The heads that share nothing with the last one, as those of one network at several sizes may."""
+    last = {id(param) for param in model.heads[-1].parameters()}
+    return [head for head in model.heads[:-1] if last.isdisjoint(map(id, head.parameters()))]
 
 
 def freeze_norms(model: ExitNet) -> None:
@@ -36,21 +57,13 @@ def freeze_norms(model: ExitNet) -> None:
             part.eval()
 
 
-def last_reads_others(model: ExitNet) -> bool:
-    """Whether the last exit's answer depends on what earlier exits say."""
-    return bool(model.carry) or reads_before(model.heads[-1])
-
-
 class HeadsOnFeatures(nn.Module):
-    """A frozen network whose heads are trained, all of them or the `inner` ones: all but the last.
+    """A frozen network of which these `heads` are trained. It is called with the features that `prepare` gives."""
 
-    It is called with the frozen features, which `prepare` gives.
-    """
-
-    def __init__(self, model: ExitNet, inner: bool) -> None:
+    def __init__(self, model: ExitNet, heads: Sequence[nn.Module]) -> None:
         super().__init__()
         self.model = model.requires_grad_(False)
-        self._trained = list(model.heads[:-1] if inner else model.heads)  # a list: they are the network's already
+        self._trained = tuple(heads)  # no ModuleList: they are the network's already
         for head in self._trained:
             head.requires_grad_(True)
 

@@ -58,8 +58,8 @@ def train_step(
 
     `recipe` says how samples are mixed (mixing.py). The meta loss sees them unmixed.
     """
-    first, second = method.halves(images, labels, recipe)
     learn = method.weighting.learns(step)
+    first, second = method.halves(images, labels, recipe, learn)
     if learn and method.settings.order == "delayed":
         return delayed_updates(model, optimizer, method, first, second)
     return [

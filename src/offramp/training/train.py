@@ -19,7 +19,7 @@ from offramp.common.signals import Stopped, caught_signals, listen_again
 from offramp.data import DATASETS, ArrayDataset, Dataset, load_dataset, prepared_for
 from offramp.data.augment import AUGMENTATIONS
 from offramp.models.collaboration import CollaborativeNet
-from offramp.models.exits import ExitNet
+from offramp.models.exits import ExitNet, ModelSpec, without_sources
 from offramp.models.libraries import is_library_name
 from offramp.models.registry import create_model, load_model, model_entry, override_names
 from offramp.runs.config import RunConfig, WeightingConfig
@@ -33,7 +33,7 @@ from offramp.training.meta_gradient import refuse_blind_differences
 from offramp.training.method import Method
 from offramp.training.objectives import OBJECTIVES, new_objective, num_terms, without_exits
 from offramp.training.optimizers import OPTIMIZERS, new_optimizer
-from offramp.training.parts import HeadsOnFeatures, part_to_train
+from offramp.training.parts import HeadsOnFeatures, part_to_train, refuse_dependent_last
 from offramp.training.probe import linear_layer
 from offramp.training.processes import joined_processes
 from offramp.training.teacher import Taught, load_teacher
@@ -130,12 +130,20 @@ def whole_run(config: RunConfig, out: Path, resume: bool) -> Phase:
     refuse_unknown_names(config)
     data = load_dataset(config.data.name, data_dir=config.data.dir, seed=config.seed, **config.data.given())
     config = fit_to_data(config, data)
-    model = new_model(config, starts=not (resume and has_checkpoint(out)))
+    model = new_model(config, starts=not (resume and goes_on(config, out)))
     data = prepared_for(model, data, config.data.image_size)
     refuse_other_size(model, data)
     phase = plain_phase(config, out, data, model, resume)
     refuse_what_does_not_fit(phase)
     return phase
+
+
+def goes_on(config: RunConfig, out: Path) -> bool:
+    """Whether a run's params are in its folder, so that those it started from are not needed any more.
+
+    A probe that is still to come needs them, to know which heads were trained.
+    """
+    return has_checkpoint(out) or (has_checkpoint(out / PHASE1) and not config.train.probe)
 
 
 def phases_of(whole: Phase, setup: Setup) -> Iterator[Phase]:
@@ -149,7 +157,8 @@ def phases_of(whole: Phase, setup: Setup) -> Iterator[Phase]:
         return
     setup.begin(out, config, data, whole.resume)
     first = without_collaboration(config) if collaborates else network_alone(config)
-    yield replace(plain_phase(first, out / PHASE1, data, new_model(first), resume=True), final=False)
+    alone = new_model(first, starts=not has_checkpoint(out / PHASE1))
+    yield replace(plain_phase(first, out / PHASE1, data, alone, resume=True), final=False)
     if isinstance(model, CollaborativeNet):
         module = on_top_of(out / PHASE1, model)
         yield Phase(config, out, data, model, module, OneForAll.of(config.imta), True, module.prepare)
@@ -187,7 +196,7 @@ def plain_phase(config: RunConfig, out: Path, data: Dataset, model: ExitNet, res
     prepare = module.prepare if isinstance(module, HeadsOnFeatures) else None
     run = getattr(objective, "teacher", None)
     if run is not None:
-        prepare = Taught(load_teacher(run, data, config.data), prepare)
+        prepare = Taught(load_teacher(str(run).replace("{seed}", str(config.seed)), data, config), prepare)
     return Phase(config, out, data, model, module, objective, resume, prepare)
 
 
@@ -216,7 +225,9 @@ def refuse_what_does_not_fit(phase: Phase) -> None:
             "train.freeze_norms keeps statistics that a network has learned; it needs one that starts from trained "
             "params (model.pretrained)"
         )
-    if settings.probe:
+    if settings.network_epochs:
+        refuse_dependent_last(phase.model, "train.network_epochs trains the network for its last exit alone at first")
+    if settings.probe and not (phase.resume and has_checkpoint(phase.out)):
         for k in phase.heads_to_probe():
             linear_layer(phase.model.heads[k - 1])
     optimizer = new_optimizer(phase.model, settings)
@@ -225,7 +236,7 @@ def refuse_what_does_not_fit(phase: Phase) -> None:
     method = Method(new_weighting(weighting, context), weighting, phase.objective, clip_norm=settings.clip_norm)
     if method.weighting.taught:
         check_optimizer(optimizer)
-        refuse_blind_differences(weighting.engine, phase.objective, phase.model.fork)
+        refuse_blind_differences(weighting.engine, phase.model, phase.objective)
 
 
 def fit_to_data(config: RunConfig, data: Dataset) -> RunConfig:
@@ -263,7 +274,10 @@ def new_model(config: RunConfig, starts: bool = True) -> ExitNet:
         if key in config.model.overrides:
             raise ValueError(f"model.overrides.{key} is not an override; set model.{key}")
     assert config.model.num_classes is not None
+    spec = ModelSpec(config.model.name, config.model.num_classes, config.model.overrides)
+    overrides, pretrained = spec.overrides, config.model.pretrained
+    if not starts:
+        overrides, pretrained = without_sources(spec).overrides, False
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(mix(config.seed, "init"))
-        own = config.model
-        return create_model(own.name, own.num_classes, pretrained=own.pretrained if starts else False, **own.overrides)
+        return create_model(spec.name, spec.num_classes, pretrained=pretrained, **overrides)

@@ -33,8 +33,8 @@ def bucket(count: int) -> int:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A tensor in memory order (NHWC if it is an image) as rows, without copying."""
-    return (tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor).flatten(1)
+    """A tensor in memory order (NHWC if it is an image) as rows, without copying; numbers become rows of one."""
+    return (tensor.permute(0, 2, 3, 1) if tensor.dim() == 4 else tensor).unsqueeze(-1).flatten(1)
 
 
 def like(tensor: Tensor, count: int) -> Tensor:
