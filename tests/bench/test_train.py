@@ -17,6 +17,7 @@ from offramp.bench.train import (
     SECOND,
     SECOND_LEARNED,
     WHOLE,
+    asked_rows,
     bench_train,
     copied_bytes_per_s,
     lower_bound,
@@ -119,5 +120,24 @@ def test_a_recipes_own_way_of_training_is_timed(monkeypatch: pytest.MonkeyPatch)
     rows = bench_train(config, 8, "cpu", repeats=1, only="one update")
     assert [row.name for row in rows] == [WHOLE, BASELINE]
     new_step("learned, forward_mode", "eager", config, 8, torch.device("cpu"), "auto")()
+    blind = {SECOND, SECOND_LEARNED, "learned, finite_difference"}  # carried logits, and a target that would move
+    assert asked_rows(config, "") == [row for row in ROWS if row not in blind]
     with pytest.raises(ValueError, match="bench train has no teacher to ask"):
         what_to_bench("msdnet5", None, ("objective.name=distillation", "objective.options.source=teacher"))
+
+
+def test_what_is_trained_of_a_network_is_timed() -> None:
+    """The parts, the average of the params, kept statistics and clipped gradients, as a run has them."""
+    settings = ("train.parts=inner_heads", "train.ema=0.9", "train.clip_norm=1", "train.freeze_norms=true")
+    config = what_to_bench("msdnet-tiny", None, settings)
+    assert asked_rows(config, "") == [WHOLE, BASELINE]
+    step = new_step(BASELINE, "eager", config, 8, torch.device("cpu"), "auto")
+    module, _, method = step.args[:3]  # type: ignore[attr-defined]
+    assert method.clip_norm == 1 and method.ema.decay == 0.9
+    trained = {name for name, param in module.model.named_parameters() if param.requires_grad}
+    assert trained and all(name.startswith(("heads.0.", "heads.1.", "heads.2.")) for name in trained)
+    before = module.model.heads[0].linear.weight.detach().clone()
+    step()
+    assert not torch.equal(before, module.model.heads[0].linear.weight)
+    last = what_to_bench("msdnet-tiny", None, ("train.parts=last_exit",))
+    new_step("learned, forward_mode", "eager", last, 8, torch.device("cpu"), "auto")()

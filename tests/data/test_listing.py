@@ -21,6 +21,8 @@ from offramp.data import listing
 from offramp.data.label_table import LABELS
 from offramp.data.listing import FolderListing, first_twins, folder_layout, list_folder
 from offramp.data.splits import hold_out_share
+from offramp.fitting.kept_plan import digest_of
+from offramp.fitting.looking import look_at
 
 Writer = Callable[..., Path]
 
@@ -346,9 +348,47 @@ def test_a_photo_that_may_not_be_opened_is_like_no_other(pets: Path, monkeypatch
             raise PermissionError(13, "Permission denied", str(path))
         return sha256(path)
 
+    with monkeypatch.context() as patch:
+        patch.setattr(listing, "sha256", refusing)
+        assert first_twins(photos).tolist() == [0, 1, 0]
     assert first_twins(photos).tolist() == [0, 0, 0]
-    monkeypatch.setattr(listing, "sha256", refusing)
-    assert first_twins(photos).tolist() == [0, 1, 0]
+
+
+def test_a_photo_that_is_not_there_is_like_no_other(pets: Path) -> None:
+    """As at the end of a broken link: it is passed over as unreadable, when somebody wants to see it."""
+    (pets / "cat" / "broken.png").symlink_to(pets / "nowhere.png")
+    listed = list_folder(pets)
+    assert listed.images == 21 and "broken.png" not in str(look_at(pets, listed).duplicates)
+    assert len(digest_of(listed.splits.values(), pets)) == 16
+
+
+def test_a_photo_is_read_once_however_often_the_folder_is_listed(pets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    photos = [pets / "cat" / f"same{at}.png" for at in range(3)]
+    for path in photos:
+        photo(path)
+    read: list[Path] = []
+    monkeypatch.setattr(listing, "sha256", lambda path: read.append(path) or sha256(path))
+    assert [first_twins(photos).tolist() for _ in range(2)] == [[0, 0, 0]] * 2
+    assert sorted(read) == photos
+    monkeypatch.setattr(listing, "MOST_COMPARED", 2)
+    assert first_twins(photos).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("tested", [False, True])
+def test_as_many_different_photos_as_splits_are_enough(pets: Path, tested: bool) -> None:
+    """Ten copies each of three photos, or of two beside a test folder: no copy lies on two sides."""
+    shutil.rmtree(pets / "cat")
+    shutil.rmtree(pets / "dog")
+    root = pets / "train" if tested else pets
+    for name in ("cat", "dog"):
+        for at in range(20 if tested else 30):
+            photo(root / name / f"{at:02d}.png", at // 10 + 10 * (name == "dog"))
+        if tested:
+            photo(pets / "test" / name / "0.png", 99)
+    for seed in range(3):
+        splits = list_folder(pets, seed).splits
+        digests = [{sha256(path) for path in split.paths} for split in splits.values()]
+        assert all(digests) and sum(map(len, digests)) == len(set.union(*digests))
 
 
 def test_copies_stay_on_one_side(pets: Path) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from helpers.saved import COSTS, write_run
 from offramp.cli import main
+from offramp.common.files import write_json
 from offramp.measuring.calibrate import PolicyRequest, calibrate_run, find_cross_fitted, find_policies, stage_times
 from offramp.measuring.confidence import Predictions, confidences, fit_temperatures
 from offramp.measuring.intervals import paired_interval, reach
@@ -31,7 +32,7 @@ from offramp.measuring.risk import halves, lost
 from offramp.measuring.sentences import policy_sentence
 from offramp.measuring.thresholds import Q_GRID, q_thresholds
 from offramp.reporting.groups import read_run
-from offramp.runs.outputs import SavedOutputs, read_outputs
+from offramp.runs.outputs import SavedOutputs, read_outputs, read_summary
 
 
 def on_calibration(run: Path, policies: Policies):
@@ -332,6 +333,18 @@ def test_thresholds_carry_over_to_a_run_on_all_images(run: Path, tmp_path: Path)
     with pytest.raises(ValueError, match="a promise about risk needs images that the network itself never saw"):
         calibrate_run(run, PolicyRequest(risk=0.1), out=whole / "policy.json")
     assert calibrate_run(run, out=tmp_path / "policy.json").found_on is None
+    again = write_run(tmp_path / "again", seed=4)
+    with pytest.raises(ValueError, match="again holds images out itself, and finds its own thresholds on them"):
+        calibrate_run(run, out=again / "policy.json")
+
+
+def test_thresholds_of_lazy_stages_carry_over_too(run: Path, tmp_path: Path) -> None:
+    whole = write_run(tmp_path / "whole", seed=3, calibration=0)
+    for each in (run, whole):
+        lazy = tuple(cost - 1000 * (len(COSTS) - k) for k, cost in enumerate(COSTS, 1))
+        write_json(each / "eval" / "eval.json", replace(read_summary(each), lazy_costs=lazy).to_json())
+    found = calibrate_run(run, lazy=True, out=whole / "policy.json")
+    assert found.schedule == "lazy" and read_run(whole).policies == found
 
 
 @pytest.mark.parametrize("samples", [1, 2, 3, 7])

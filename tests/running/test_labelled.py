@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,8 @@ from PIL import Image
 from helpers.runs import call
 from offramp import PolicyRequest, load_bundle, load_dataset
 from offramp.common.files import sha256
-from offramp.data.listing import list_folder
+from offramp.data.listing import FileSplit, folder_layout, list_folder, with_copies_together
+from offramp.data.splits import rows_digest
 from offramp.measuring.confidence import Predictions
 from offramp.measuring.policy import outcome
 from offramp.running.engines.protocol import all_logits
@@ -180,7 +182,41 @@ def test_the_folder_of_training_is_not_used_whole(bundle: Path, field: Path) -> 
     """What a network was trained on chooses no thresholds and tests nothing."""
     loaded = load_bundle(bundle, device="cpu")
     every = images_of_folder(loaded, field, "test")
-    loaded.card = replace(loaded.card, data=list_folder(field).identity)
+    loaded.card = replace(loaded.card, data=list_folder(field).identity, held_out=None)  # of an older version
     test, calibration = (images_of_folder(loaded, field, split) for split in ("test", "calibration"))
     assert test.size + calibration.size < every.size / 2 and "which training held out" in test.about
     assert not set(test.files.paths) & set(calibration.files.paths)
+
+
+@pytest.mark.parametrize("copies", [0, 1])
+def test_a_split_is_taken_only_if_training_held_it_out(onnx_bundle: Path, field: Path, copies: int) -> None:
+    """A copy of a photo makes other splits, a network trained on everything has none to be calibrated on."""
+    first = min(field.rglob("*.png"))
+    for _ in range(copies):
+        shutil.copy(first, first.with_name("copy.png"))
+    loaded, every = load_bundle(onnx_bundle), list_folder(field, calibration=0)
+
+    def trained(calibration: int | None) -> dict[str, FileSplit]:
+        listed = list_folder(field, calibration=calibration)
+        held = rows_digest(listed.splits["calibration"].index)
+        loaded.card = replace(loaded.card, data=listed.identity, held_out=held)
+        return listed.splits
+
+    for calibration in (None, 40):
+        own = trained(calibration)
+        for split in ("calibration", "test"):
+            taken = images_of_folder(loaded, field, split, calibration)
+            assert taken.files.paths == own[split].paths and not set(taken.files.paths) & set(own["train"].paths)
+    with pytest.raises(ValueError, match=r"held out other images of .*field than these \d+; say how many with --set"):
+        images_of_folder(loaded, field, "calibration")
+    trained(0)
+    with pytest.raises(ValueError, match=r"was trained on all images of .*field that it is not tested on; give other"):
+        images_of_folder(loaded, field, "calibration")
+    assert images_of_folder(loaded, field, "test").files.paths == every.splits["test"].paths
+    layout = folder_layout(field)
+    plain = layout.identity(layout.train())
+    other = plain if copies else with_copies_together(plain)
+    loaded.card = replace(loaded.card, data=other, held_out=None)
+    for split in ("calibration", "test"):
+        with pytest.raises(ValueError, match="by a version that divided it otherwise"):
+            images_of_folder(loaded, field, split)

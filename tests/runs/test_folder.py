@@ -29,6 +29,7 @@ class Known:
     name: str = "digits"
     class_names: tuple[str, ...] = ("a", "b")
     identity: str = "of today"
+    held_out: str = "these"
 
 
 def names(folder: Path) -> set[str]:

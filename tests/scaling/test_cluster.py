@@ -7,11 +7,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-from functools import partial
 from pathlib import Path
 
 import pytest
 
+from helpers.server import until
 from offramp.cli.app import with_ray_address
 from offramp.common.console import only_ours, say
 from offramp.common.ray_connection import RayFailed
@@ -83,6 +83,10 @@ print("RAY_AUTH_MODE" in os.environ)
 """
 
 
+def join(address: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", JOIN, address], env=env, capture_output=True, text=True, timeout=120)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["token", "disabled"])
 def test_a_token_is_sent_to_clusters_that_ask_for_one(mode: str) -> None:
@@ -94,18 +98,20 @@ def test_a_token_is_sent_to_clusters_that_ask_for_one(mode: str) -> None:
         Path(home, ".ray", "auth_token").write_text("0123456789abcdef" * 4)
         env = {key: value for key, value in os.environ.items() if key != "RAY_AUTH_MODE"}
         env |= {"HOME": home, "RAY_TMPDIR": home, "RAY_USAGE_STATS_ENABLED": "0"}
-        ray = [sys.executable, "-m", "ray.scripts.scripts"]
+        head = ["-m", "ray.scripts.scripts", "start", "--head", f"--port={port}", "--num-cpus=1", "--block"]
         free.close()
-        head = ["start", "--head", f"--port={port}", "--num-cpus=1", "--include-dashboard=false"]
-        run = partial(subprocess.run, capture_output=True, text=True, timeout=120)
+        log = Path(home, "log")
+        with log.open("w") as said:
+            started = {"env": {**env, "RAY_AUTH_MODE": mode}, "stdout": said, "stderr": said}
+            ray = subprocess.Popen([sys.executable, *head, "--include-dashboard=false"], **started)
         try:
-            started = run([*ray, *head], env={**env, "RAY_AUTH_MODE": mode})
-            assert started.returncode == 0, started.stdout + started.stderr
+            until(lambda: "Ray runtime started" in log.read_text() or ray.poll() is not None, 120)
             for address in (f"127.0.0.1:{port}", "auto"):
-                found = run([sys.executable, "-c", JOIN, address], env=env)
-                assert found.stdout == f"answered 42 {mode}\nFalse\n", found.stdout + found.stderr
+                found = join(address, env)
+                assert found.stdout == f"answered 42 {mode}\nFalse\n", found.stdout + found.stderr + log.read_text()
         finally:
-            run([*ray, "stop", "--force"], env=env)
+            ray.terminate()  # `ray stop` would end every Ray on this machine
+            ray.wait(60)
 
 
 def test_addresses_that_cannot_be_used_are_said_at_once() -> None:

@@ -37,6 +37,7 @@ from offramp.serve.service import PIXEL_MUL_ADDS
 ray = pytest.importorskip("ray", reason="Ray is not installed (offramp[ray])")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 NOTICED_S = 3.0  # until Ray knows that a node is gone; docs/serving.md says so
+APP = f"offramp-test-{os.getpid()}"  # tests beside this one have replicas too
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 
 
@@ -255,7 +256,7 @@ def replica_pids() -> list[int]:
             words = Path(f"/proc/{pid}/cmdline").read_text()
         except OSError:
             continue
-        if words.startswith("ray::ServeReplica:offramp-test:"):
+        if words.startswith(f"ray::ServeReplica:{APP}:"):
             found.append(int(pid))
     return found
 
@@ -289,7 +290,7 @@ def under_load(cluster: Any, seconds: float, rounds: int) -> list[str]:
 
         def put(reveal: bool) -> str:
             words = {"delay_s": 0.005, "reveal_exit": reveal}
-            return deploy(Job("helpers.server:fake_app", words), Replicas(3, 3), config, port=0, name="offramp-test")
+            return deploy(Job("helpers.server:fake_app", words), Replicas(3, 3), config, port=0, name=APP)
 
         url = put(reveal=False)
         with Load(url) as load:
@@ -355,7 +356,7 @@ def test_one_replica_is_replaced_under_load_and_every_answer_is_counted(
     with ray_here(cluster.address):
 
         def put(job: Job) -> str:
-            return deploy(job, Replicas(), ServeConfig(), port=0, name="offramp-test")
+            return deploy(job, Replicas(), ServeConfig(), port=0, name=APP)
 
         def good(reveal: bool) -> Job:
             words = {"delay_s": 0.005, "reveal_exit": reveal}
@@ -383,8 +384,8 @@ def test_one_replica_is_replaced_under_load_and_every_answer_is_counted(
         print(load.report("one replica, four roll-outs", 0))
         assert {attempt.status for attempt in load.attempts} == {200} and not load.wrong and not load.missing
         until(lambda: counted(url) == len(load.answers) == load.asked, 5)
-        assert count_actors() == ["offramp-test-counts"]
-        remove("offramp-test")
+        assert count_actors() == [f"{APP}-counts"]
+        remove(APP)
         assert count_actors() == []
 
 
@@ -402,7 +403,7 @@ def test_replicas_come_while_requests_wait_and_the_end_answers_what_is_inside(cl
     cluster.wait_for_nodes()
     with ray_here(cluster.address):
         job, config = Job("helpers.server:fake_app", {"delay_s": 0.3}), ServeConfig(queue=32)
-        url = deploy(job, Replicas(1, 2), config, port=0, name="offramp-test")
+        url = deploy(job, Replicas(1, 2), config, port=0, name=APP)
         assert len(replica_pids()) == 1
         with Load(url, clients=12) as load:
             until(lambda: len(replica_pids()) == 2, 90)
@@ -414,7 +415,7 @@ def test_replicas_come_while_requests_wait_and_the_end_answers_what_is_inside(cl
             ask = partial(httpx.post, f"{url}/predict", files={"images": picture(6, 3)}, trust_env=False, timeout=30)
             inside = [others.submit(ask) for _ in range(8)]
             time.sleep(0.6)
-            remove("offramp-test")
+            remove(APP)
             assert [labels(one.result()) for one in inside] == [[6]] * 8
         until(lambda: not replica_pids(), 30)
 

@@ -212,7 +212,7 @@ def test_a_bundle_is_served_by_workers(onnx_bundle: Any) -> None:
 
 def test_cores_are_divided(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for cores, workers, threads in ((1, 1, 1), (2, 1, 1), (8, 1, 7), (8, 3, 2), (2, 4, 1)):
-        monkeypatch.setattr("offramp.serve.run.cores", lambda cores=cores: cores)
+        monkeypatch.setattr("offramp.serve.run.usable_cores", lambda cores=cores: cores)
         assert stage_threads(workers) == threads
     assert call(monkeypatch, "serve", "bundle", "--threads", "0") == 2
     assert "--threads must be 1 or more, got 0" in capsys.readouterr().err

@@ -14,13 +14,14 @@ import pytest
 import torch
 
 from helpers.runs import call
-from offramp import evaluate_run, exit_costs, load_dataset, load_model
+from offramp import create_model, evaluate_run, exit_costs, load_bundle, load_dataset, load_model
 from offramp.data import ArrayDataset
+from offramp.data.splits import rows_digest
 from offramp.measuring.calibrate import calibrate_run
 from offramp.models.weights import read_tensors, write_tensors
 from offramp.running import labelled
 from offramp.running.export import export_run
-from offramp.runs.config import RunConfig
+from offramp.runs.config import DataConfig, RunConfig
 from offramp.runs.outputs import EvalSummary, read_summary
 from offramp.training.evaluate import count_hits
 from offramp.training.train import train_run
@@ -151,6 +152,9 @@ def test_a_bundle_is_tested_on_the_split_of_its_run(
     assert call(monkeypatch, "eval", bundle, *words) == 0
     np.testing.assert_array_equal(used[0].files.index, np.load(run / "eval/test/index.npy"))
     assert own.samples["test"] == used[0].size
+    assert call(monkeypatch, "calibrate", bundle, *words, "--out", tmp_path / "new") == 0
+    known = load_bundle(bundle, device="cpu").card
+    assert known.held_out == rows_digest(np.load(run / "eval/calibration/index.npy")) and known.data is not None
     (root / "class0" / "train003.png").unlink()  # now it is another folder, of which nothing is known to be held out
     assert call(monkeypatch, "eval", bundle, *words) == 0
     assert used[1].size == 41 and used[1].about == f"all of {root}"
@@ -230,3 +234,11 @@ def test_an_imagenet_sized_evaluation_fits_in_two_gigabytes(tmp_path: Path) -> N
     shape, megabytes = out.rsplit(" ", 1)
     assert shape == "(5, 50000, 1000)"
     assert int(megabytes) < 2000
+
+
+def test_of_a_saved_model_one_split_alone_is_evaluated_too(tmp_path: Path) -> None:
+    model = create_model("msdnet-tiny", num_classes=10)
+    model.save(tmp_path / "model")
+    data = DataConfig("digits", train=20, calibration=20, test=30)
+    summary = evaluate_run(tmp_path / "model", data=data, device="cpu", splits=("test",))
+    assert summary.samples == {"test": 30}

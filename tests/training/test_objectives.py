@@ -20,7 +20,7 @@ from offramp.runs.config import ObjectiveConfig
 from offramp.training.meta_gradient import ESTIMATORS
 from offramp.training.method import Method
 from offramp.training.objectives import Half, Objective, new_objective, num_terms
-from offramp.training.teacher import Teacher, load_teacher
+from offramp.training.teacher import Teacher, _trained_on_held_out, load_teacher
 from offramp.training.train import train_run
 from offramp.training.weighting import UniformWeighting
 
@@ -124,13 +124,24 @@ def test_each_seed_has_a_teacher_of_its_own(
     teacher = train_run(small_config("train.epochs=1", "seed=1"), tmp_path / "seed-1", device="cpu")
     data = load_dataset("digits", train=64, calibration=10, test=10, seed=1)
     load_teacher(teacher, data, small_config("seed=1"))
-    load_teacher(teacher, data, small_config("seed=0", "data.calibration=0"))  # holds nothing out
+    nothing = load_dataset("digits", train=64, calibration=0, test=10)
+    load_teacher(teacher, nothing, small_config("seed=0", "data.calibration=0"))  # holds nothing out
     assert "holds out" not in caplog.text
+    data = load_dataset("digits", train=64, calibration=10, test=10)
     load_teacher(teacher, data, small_config("seed=0"))
-    assert "was trained on images that this run holds out (its seed is 1)" in caplog.text
+    load_teacher(teacher, data, small_config("seed=0"))
+    assert caplog.text.count("was trained on images that this run holds out (its seed is 1)") == 1
     named = f"objective.options={{source='teacher', teacher='{tmp_path}/seed-{{seed}}'}}"
     student = small_config("objective.name=distillation", named, "seed=1", "train.epochs=1")
     train_run(student, tmp_path / "student", device="cpu")
+
+
+def test_a_teacher_may_hold_out_more_than_its_student(image_folder: Config) -> None:
+    """What counts is whether it learned from what the student holds out."""
+    root = image_folder(classes=3, train=20)
+    few, many = (load_dataset("imagefolder", data_dir=root, calibration=count) for count in (6, 12))
+    assert _trained_on_held_out(few, many) and not _trained_on_held_out(many, few)
+    assert not _trained_on_held_out(few, few)
 
 
 def test_a_run_teaches_another(tmp_path: Path, small_config: Config, caplog: pytest.LogCaptureFixture) -> None:

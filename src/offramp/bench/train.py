@@ -39,13 +39,15 @@ from offramp.models.registry import create_model, model_entry
 from offramp.runs.config import ImtaConfig, RunConfig, WeightingConfig, with_settings
 from offramp.runs.recipe import load_recipe
 from offramp.training.cuda_graph import CapturedStep
+from offramp.training.ema import Ema
 from offramp.training.forks import new_fork
 from offramp.training.imta import OneForAll, OnFrozenFeatures
-from offramp.training.meta_gradient import ESTIMATORS
+from offramp.training.meta_gradient import ESTIMATORS, refuse_blind_differences
 from offramp.training.method import Method
 from offramp.training.mixing import Mixing
 from offramp.training.objectives import Half, Objective, new_objective
 from offramp.training.optimizers import new_optimizer
+from offramp.training.parts import HeadsOnFeatures, freeze_norms, part_to_train
 from offramp.training.step import HalfResult, exact_update, train_step
 from offramp.training.tape import use_taped_layers
 from offramp.training.weighting import Context, new_weighting
@@ -76,7 +78,7 @@ class TrainBench:
 
 
 def what_to_bench(model: str | None, recipe: str | None = None, settings: Sequence[str] = ()) -> RunConfig:
-    """The network, objective, fork, mixing and rates of the steps to be timed; the weighting is each row's own."""
+    """The network and the way of training of the steps to be timed; the weighting is each row's own."""
     config = RunConfig() if recipe is None else load_recipe(recipe).config
     if model is not None:
         config = replace(config, model=replace(config.model, name=model))
@@ -133,13 +135,27 @@ def bench_train(
 
 
 def asked_rows(config: RunConfig, only: str) -> list[str]:
-    """The baseline and every step this network has with `only` in its name."""
-    model = config.model.name
-    rows = [row for row in ROWS if row not in (SECOND, SECOND_LEARNED) or collaborates(network_of(config))]
+    """The baseline and every step this network can be trained by with `only` in its name."""
+    model, network = config.model.name, network_of(config)
+    network.fork = new_fork(config, network.num_exits)
+    rows = [row for row in ROWS if _goes_with(row, network, config)]
     asked = [row for row in rows if only.lower() in row.lower()]
     if not asked:
         raise ValueError(f"no row of {model} has {only!r} in its name; there are: {'; '.join(rows)}")
     return [row for row in rows if row == BASELINE or row in asked]
+
+
+def _goes_with(row: str, network: ExitNet, config: RunConfig) -> bool:
+    """Whether a network can be trained so: not every estimator sees all gradients, nor can all heads collaborate."""
+    if row in (SECOND, SECOND_LEARNED):
+        return collaborates(network) and config.train.parts == "all"
+    if config.train.clip_norm is not None and row not in PLAIN:
+        return False
+    try:
+        refuse_blind_differences(weighting_of(row).engine, network, new_objective(config.objective))
+    except ValueError:
+        return False
+    return True
 
 
 def asked_ways(device: torch.device, way: str | None) -> tuple[str, ...]:
@@ -162,6 +178,8 @@ def new_step(
     torch.manual_seed(0)
     model, module, objective = what_is_trained(row, config)
     module.to(device, memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    if config.train.freeze_norms:
+        freeze_norms(model)
     dtype = training_dtype(precision, device)
     kernels = way == "fast" and "double_backward" not in row and suits_kernels(dtype, device)
     use_taped_layers(module, kernels)
@@ -171,12 +189,15 @@ def new_step(
     labels = torch.randint(model.spec.num_classes, (batch,), device=device)
     optimizer = new_optimizer(model, replace(config.train, learning_rate=config.train.learning_rate or 0.1))
     settings = weighting_of(row)
+    exits = int(getattr(module, "num_exits", model.num_exits))
     method = Method(
-        new_weighting(settings, Context(model.num_exits, device=device)),
+        new_weighting(settings, Context(exits, device=device)),
         settings,
         objective,
         autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-        prepare=module.prepare if isinstance(module, OnFrozenFeatures) else None,
+        clip_norm=config.train.clip_norm,
+        prepare=module.prepare if isinstance(module, (OnFrozenFeatures, HeadsOnFeatures)) else None,
+        ema=None if config.train.ema is None else Ema(model, config.train.ema),
         mixing=Mixing.of(config.train, model.spec.num_classes, config.seed),
     )
     run = one_update if row == WHOLE else train_step
@@ -209,7 +230,7 @@ def what_is_trained(row: str, config: RunConfig) -> tuple[ExitNet, nn.Module, Ob
     model = network_of(config)
     if row not in (SECOND, SECOND_LEARNED):
         model.fork = new_fork(config, model.num_exits)
-        return model, model, new_objective(config.objective)
+        return model, part_to_train(model, config.train.parts), new_objective(config.objective)
     above = network_of(config, collaboration=True)
     assert isinstance(above, CollaborativeNet)
     return above, OnFrozenFeatures(above, classifier(model.heads[-1])), OneForAll.of(ImtaConfig())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import shutil
 import sys
@@ -15,6 +14,7 @@ import typer
 from offramp.common.formatting import parse_count
 from offramp.common.images import MAX_PIXELS
 from offramp.common.registry import loaded
+from offramp.runs.config import data_dir_setting
 
 NAME = "offramp"
 
@@ -69,7 +69,7 @@ WorkerGpus = Annotated[
 
 def with_data_dir(settings: Iterable[str] | None, data_dir: Path | None) -> list[str]:
     """Settings, and the folder of the data as one of them."""
-    own = [] if data_dir is None else [f"data.dir={json.dumps(str(data_dir), ensure_ascii=False)}"]
+    own = [] if data_dir is None else [data_dir_setting(data_dir)]
     return [*(settings or ()), *own]
 
 

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from offramp.common.cores import usable_cores
+
 LOCAL = "local"
 AUTH_MODE = "RAY_AUTH_MODE"
 REACHED_S = 5.0  # how long the address of a cluster may take to answer
@@ -40,8 +42,8 @@ def ray_connection(address: str = LOCAL, cpus: float = 1.0, **started_with: Any)
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.CRITICAL}
     if address == LOCAL:
-        cores = max(len(os.sched_getaffinity(0)), math.ceil(cpus))
-        options |= {"include_dashboard": False, "num_cpus": cores, **started_with}
+        count = max(usable_cores(), math.ceil(cpus))
+        options |= {"include_dashboard": False, "num_cpus": count, **started_with}
     with _token_where_asked_for(address):
         try:
             ray.init(address, **options)

@@ -24,6 +24,7 @@ from offramp.common.images import Interpolation, Preprocessing
 from offramp.common.registry import Registry
 from offramp.common.seeds import mix
 from offramp.data.augment import Augmentation, normalise
+from offramp.data.splits import rows_digest
 
 SPLITS = ("train", "calibration", "test")
 
@@ -104,6 +105,11 @@ class Dataset(ABC):
     @abstractmethod
     def index(self, split: str) -> np.ndarray:
         """A number for each sample of a split, by which it can be found again in the source."""
+
+    @property
+    def held_out(self) -> str:
+        """A digest of which samples training holds out."""
+        return rows_digest(self.index("calibration"))
 
     @abstractmethod
     def thumbnails(self, split: str, rows: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,6 @@ TEST_SHARE = 0.2
 CALIBRATION_SHARE = 0.1
 ALLOWED_UNREADABLE = 0.01  # of a folder's images
 ALWAYS_ALLOWED = 5  # of fifty or more
-FEWEST_DIFFERENT = 3  # photos of a class, one for each split
 MOST_COMPARED = 50_000  # photos; in larger folders copies are not looked for, which would take long
 TEST_FOLDERS = ("val", "valid", "validation", "test")  # beside train/; the first that is there
 SPLITS = {"train", "training", "val", "validation", "test", "testing"}  # what hardly any class is called
@@ -133,6 +133,11 @@ class Layout:
             parts.append(f"{self.test_root.name}/")
         return short_digest(parts)
 
+    def is_of(self, train: FileSplit, identity: str | None) -> bool:
+        """Whether an identity, with copies kept together or not, is that of these files."""
+        own = self.identity(train)
+        return identity in (own, with_copies_together(own))
+
     def _rows(self, rows: Sequence[tuple[Path, str]]) -> FileSplit:
         numbers = {name: number for number, name in enumerate(self.class_names)}
         labels = np.array([numbers[label] for _, label in rows], np.int64)
@@ -170,61 +175,94 @@ def list_folder(data_dir: str | Path | None, seed: int = 0, calibration: int | N
     identity, ignored = layout.identity(train), layout.say_ignored()
     refuse_small_classes(layout.train_root, train, names, 1 + (test is None) + (calibration is None))
     together = Together(train.paths)
+    own = 1 if calibration == 0 else 2  # splits that are still to be drawn
     if test is None:
-        train, test = together.parted(train, lambda labels: hold_out_share(labels, TEST_SHARE, seed, "test", names))
+
+        def tested(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return hold_out_share(labels, TEST_SHARE, seed, "test", names)
+
+        train, test = together.parted(train, tested, own + 1)
 
     def held_out(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         if calibration is None:
             return hold_out_share(labels, CALIBRATION_SHARE, seed, "calibration", names)
         return hold_out(labels, calibration, seed, "calibration", names)
 
-    train, held = together.parted(train, held_out)
+    train, held = together.parted(train, held_out, own)
     splits = {"train": train, "calibration": held, "test": test}
-    return FolderListing(names, splits, short_digest([identity, "copies"]) if together.moved else identity, ignored)
+    return FolderListing(names, splits, with_copies_together(identity) if together.moved else identity, ignored)
+
+
+def with_copies_together(identity: str) -> str:
+    """The identity of the same files where copies of a photo were kept on one side: other photos are held out then."""
+    return short_digest([identity, "copies"])
 
 
 class Together:
     """Holds files out so that copies of a photo stay on one side; `moved` says whether any had to be."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
-        twins = first_twins(paths) if len(paths) <= MOST_COMPARED else np.arange(len(paths))
-        self.photo = dict(zip(paths, twins.tolist(), strict=True))  # a number that copies share
+        self.photo = dict(zip(paths, first_twins(paths).tolist(), strict=True))  # a number that copies share
         self.moved = False
 
     def parted(
-        self, files: FileSplit, hold_out: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+        self, files: FileSplit, hold_out: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]], splits: int
     ) -> tuple[FileSplit, FileSplit]:
-        """(kept, held out): drawn among photos that differ, by their labels; copies go where their first one goes."""
-        first = self._first(files)
+        """(kept, held out): drawn among photos that differ, by their labels; copies go where their first one goes.
+
+        `splits` are the files for in the end; a class needs as many different photos.
+        """
+        first = self._first(files, splits)
         different = np.flatnonzero(first == np.arange(len(first)))
         held = np.isin(first, different[hold_out(files.labels[different])[1]])
         self.moved |= bool(held.any()) and len(different) < len(first)
         return files.take(np.flatnonzero(~held)), files.take(np.flatnonzero(held))
 
-    def _first(self, files: FileSplit) -> np.ndarray:
-        """The place of each file's first copy; its own in a class of copies alone, which could not be split."""
+    def _first(self, files: FileSplit, splits: int) -> np.ndarray:
+        """The place of each file's first copy; its own in a class with too few different photos to be split."""
         _, firsts, photos = np.unique([self.photo[p] for p in files.paths], return_index=True, return_inverse=True)
         different = np.bincount(files.labels[firsts], minlength=files.labels.max(initial=0) + 1)
-        return np.where(different[files.labels] < FEWEST_DIFFERENT, np.arange(len(photos)), firsts[photos])
+        return np.where(different[files.labels] < splits, np.arange(len(photos)), firsts[photos])
 
 
 def first_twins(paths: Sequence[Path]) -> np.ndarray:
-    """Of each file the place of the first with the same content: its own, unless it is a copy."""
-    lengths = [path.stat().st_size for path in paths]
-    shared, found = Counter(lengths), np.arange(len(paths))
-    known: dict[tuple[int, str], int] = {}
+    """Of each file the place of the first with the same content: its own, unless it is a copy.
+
+    Of too many files each is taken for one of its own.
+    """
+    found = np.arange(len(paths))
+    if len(paths) > MOST_COMPARED:
+        return found
+    lengths = [length_of(path) for path in paths]
+    shared = Counter(lengths)
+    known: dict[tuple[int | Path, str], int] = {}
     for place, (path, length) in enumerate(zip(paths, lengths, strict=True)):
         if shared[length] > 1:
             found[place] = known.setdefault((length, content_of(path)), place)
     return found
 
 
+def length_of(path: Path) -> int | Path:
+    """The bytes of a file; one that is not there, as at the end of a broken link, is as long as no other."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return path
+
+
 def content_of(path: Path) -> str:
     """A digest that copies share; a file that may not be opened is like no other."""
     try:
-        return sha256(path)
-    except PermissionError:
+        about = path.stat()
+        return _content(path, about.st_size, about.st_mtime_ns)
+    except OSError:
         return str(path)
+
+
+@lru_cache(maxsize=MOST_COMPARED)
+def _content(path: Path, length: int, changed: int) -> str:
+    """Read once: a folder is listed several times in a process."""
+    return sha256(path)
 
 
 def refuse_small_classes(root: Path, files: FileSplit, names: Sequence[str], least: int) -> None:

@@ -6,9 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from offramp.common.files import short_digest
 from offramp.common.seeds import mix
 
 Names = Sequence[str] | None  # of the classes, for sentences about them
+
+
+def rows_digest(index: np.ndarray) -> str:
+    """A short name for which samples are in a split, in which order."""
+    return short_digest(map(str, index.tolist()))
 
 
 def hold_out(

@@ -25,13 +25,12 @@ from offramp.measuring.intervals import (
     samples_needed,
 )
 from offramp.measuring.policy import WIDEST_POINTS, exits_taken, outcome
-from offramp.measuring.risk import certify, halves, promised, safe_to_cheap
+from offramp.measuring.risk import candidates, certify, halves, promised
 from offramp.measuring.thresholds import search
 
 BUDGETS = 24  # points of a network with exits
 PARTS = 5
-CANDIDATES = 100
-EACH = 0.985  # with which two intervals hold, so that what they span holds 95 times in 100, whatever is chosen (tests)
+EACH = 0.985  # with which two intervals hold, so that what they span holds 95 times in 100 (tests: of how many)
 STRICTNESS = (1.0, 1.25, 1.5, 2.0, 3.0)  # standard errors by which a loss stays within its limit; the first that holds
 
 
@@ -181,7 +180,7 @@ def choose(
         return _cheapest(tried, request)
     if not (tried.budgets <= asked).any():
         least = min(network.prices(unit)[0] for network in networks)
-        show, more = ("{:.3g} ms".format, "") if unit == "ms" else (millions, "; a new --out trains a smaller one, too")
+        show, more = ("{:.3g} ms".format, "") if unit == "ms" else (millions, "; a new --out may train a smaller one")
         raise ValueError(f"the budget {show(asked)} is below what the cheapest takes, {show(least)} per image{more}")
     return tried.judged(tried.most_accurate(asked))
 
@@ -306,8 +305,7 @@ def _promising(networks: Sequence[Network], curves: Sequence[Sequence[Point]], r
     for n, network in enumerate(networks):
         if network.whole and network.given.num_exits > 1:
             half, prices = network.given.rows(rows), network.prices(unit)
-            found = search(half, prices, np.linspace(prices[0], prices[-1], CANDIDATES))
-            thresholds, _ = certify(safe_to_cheap(half, prices, found), half, request.risk, request.probability)
+            thresholds, _ = certify(candidates(half, prices), half, request.risk, request.probability)
             best = min(best, (outcome(half, thresholds, prices).cost, n))
     cost, n = best
     if n == 0:

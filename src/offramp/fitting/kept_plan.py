@@ -33,10 +33,19 @@ CHANGED = {
 def digest_of(splits: Iterable[FileSplit], root: Path) -> str:
     """A digest of files: their labels, paths, lengths and times."""
     return short_digest(
-        f"{label} {path.relative_to(root).as_posix()} {path.stat().st_size} {path.stat().st_mtime_ns}"
+        f"{label} {path.relative_to(root).as_posix()} {_version(path)}"
         for split in splits
         for path, label in sorted(zip(split.paths, split.labels.tolist(), strict=True))
     )
+
+
+def _version(path: Path) -> str:
+    """When a file was last changed, and its length; empty for one that is not there."""
+    try:
+        about = path.stat()
+    except OSError:
+        return ""
+    return f"{about.st_size} {about.st_mtime_ns}"
 
 
 def known_plan(out: Path, key: Mapping[str, Any], tested: str, promise: bool) -> Plan | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from offramp.common.images import UnreadableImage, open_image
-from offramp.data.listing import FileSplit, FolderListing, content_of
+from offramp.data.listing import FileSplit, FolderListing, content_of, length_of
 from offramp.measuring.intervals import proportion_interval
 
 LOOKED_AT = 100  # images, to tell how large they are
@@ -79,17 +79,17 @@ def duplicates(splits: Mapping[str, FileSplit]) -> tuple[tuple[str, str], ...]:
     mine = _by_length(splits["test"])
     theirs = _by_length(splits["train"], splits["calibration"])
     found = []
-    for length in sorted(mine.keys() & theirs.keys()):
+    for length in mine.keys() & theirs.keys():
         known = {content_of(path): path for path in theirs[length]}
         found += [(str(path), str(known[own])) for path in mine[length] if (own := content_of(path)) in known]
     return tuple(sorted(found))
 
 
-def _by_length(*splits: FileSplit) -> dict[int, list[Path]]:
-    found: dict[int, list[Path]] = defaultdict(list)
+def _by_length(*splits: FileSplit) -> dict[int | Path, list[Path]]:
+    found: dict[int | Path, list[Path]] = defaultdict(list)
     for split in splits:
         for path in split.paths:
-            found[path.stat().st_size].append(path)
+            found[length_of(path)].append(path)
     return found
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from offramp.common.pretrained import DEFAULT_BACKBONE, LARGER_BACKBONE
 from offramp.models.backbones import DEFAULT_EXITS
 from offramp.models.libraries import EMBEDDED, is_library_name, libraries_with
-from offramp.runs.config import ModelConfig, RunConfig, parse_setting, with_settings
+from offramp.runs.config import ModelConfig, RunConfig, data_dir_setting, parse_setting, with_settings
 from offramp.runs.recipe import load_recipe
 
 RECIPE = "photos-cascade"  # how photos are fine-tuned
@@ -53,7 +53,7 @@ def starting_config(folder: Path, backbones: Sequence[str], settings: Sequence[s
     recipe = load_recipe(RECIPE).config
     model = ModelConfig(backbones[0], None, True, {"exits": DEFAULT_EXITS})
     fresh = ["train.freeze_norms=false"] if ("model.pretrained", False) in map(parse_setting, settings) else []
-    own = ["data.name=imagefolder", f"data.dir={str(folder.resolve())!r}", *fresh, *settings]
+    own = ["data.name=imagefolder", data_dir_setting(folder.resolve()), *fresh, *settings]
     base = with_settings(replace(recipe, recipe=None, model=model), own)
     if base.data.calibration == 0:
         raise ValueError("a choice needs images held out; leave data.calibration alone, or ask for some")

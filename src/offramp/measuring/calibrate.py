@@ -131,6 +131,11 @@ def _carried_from(run: Path, out: str | Path | None, request: PolicyRequest | No
             f"thresholds of {run} serve {other} only if both were trained in the same way, but for the seed and how "
             "many images were held out; write them elsewhere with --out"
         )
+    if read_config(other).data.calibration != 0:
+        raise ValueError(
+            f"{other} holds images out itself, and finds its own thresholds on them: offramp calibrate {other}; "
+            "thresholds carry over to a run with data.calibration=0"
+        )
     _refuse_promise(request)
     return run.name
 

@@ -48,15 +48,15 @@ def _log_factorial(counts: np.ndarray) -> np.ndarray:
 
 
 def certify(
-    candidates: Sequence[Thresholds], given: Predictions, risk: float, probability: float
+    tried: Sequence[Thresholds], given: Predictions, risk: float, probability: float
 ) -> tuple[Thresholds, Promise]:
-    """The last of the candidates, tried in order, before the first whose risk cannot be shown to be small enough.
+    """The last of those that are tried, in order, before the first whose risk cannot be shown to be small enough.
 
     Leaving nobody early loses nothing, so that is the answer where even the first candidate fails.
     """
     best: Thresholds = (NEVER,) * (given.num_exits - 1)
     promise = Promise(risk, probability, given.samples, 0)
-    for candidate in candidates:
+    for candidate in tried:
         count = lost(given, candidate)
         if binomial_tail(count, given.samples, risk) > 1 - probability:
             break
@@ -64,9 +64,9 @@ def certify(
     return best, promise
 
 
-def safe_to_cheap(given: Predictions, costs: Sequence[float], candidates: Sequence[Thresholds]) -> list[Thresholds]:
+def safe_to_cheap(given: Predictions, costs: Sequence[float], found: Sequence[Thresholds]) -> list[Thresholds]:
     """Candidates in the order to be tried: each loses more than the one before it and costs less."""
-    judged = sorted((lost(given, t), outcome(given, t, costs).cost, t) for t in set(candidates))
+    judged = sorted((lost(given, t), outcome(given, t, costs).cost, t) for t in set(found))
     kept: list[Thresholds] = []
     cheapest = math.inf
     for _, cost, candidate in judged:
@@ -90,8 +90,11 @@ def promised(
     """The cheapest policy found whose promise holds."""
     check_promise(risk, probability)
     choosing, certifying = (given.rows(rows) for rows in halves(given.samples, seed))
-    kept = Predictions(
-        choosing.confidences, choosing.right | ~choosing.right[-1]
-    )  # all that is not lost counts as right
-    candidates = search(kept, costs, np.linspace(costs[0], costs[-1], CANDIDATES))
-    return certify(safe_to_cheap(choosing, costs, candidates), certifying, risk, probability)
+    return certify(candidates(choosing, costs), certifying, risk, probability)
+
+
+def candidates(given: Predictions, costs: Sequence[float]) -> list[Thresholds]:
+    """Those that lose least of these samples at costs from the first exit's to the last's, from safe to cheap."""
+    not_lost = Predictions(given.confidences, given.right | ~given.right[-1])
+    found = search(not_lost, costs, np.linspace(costs[0], costs[-1], CANDIDATES))
+    return safe_to_cheap(given, costs, found)

@@ -27,8 +27,8 @@ def classifier(head: nn.Module) -> nn.Linear:
 
 
 def collaborates(model: ExitNet) -> bool:
-    """Whether collaborating classifiers can be put on a network."""
-    return all(_linear(head) is not None for head in model.heads)
+    """Whether collaborating classifiers can be put on a network: each passes on what it said in its own way."""
+    return not model.carries and all(_linear(head) is not None for head in model.heads)
 
 
 def _linear(head: nn.Module) -> nn.Linear | None:

@@ -200,9 +200,7 @@ def saved_policies(
     if not path.is_file():
         return None
     known = read_policies(path)
-    suits = measure in (None, known.measure) and temperature in (None, known.temperatures is not None)
-    counted = known.costs == summary.costs or (measure is None and known.costs == summary.lazy_costs)
-    if not (suits and counted and all(known.family(name) for name in FAMILIES)):
+    if not (_suits(known, summary, measure, temperature) and all(known.family(name) for name in FAMILIES)):
         return None
     if known.folds is not None:  # of other networks
         return known
@@ -220,8 +218,13 @@ def carried_policies(
 ) -> Policies | None:
     """What `offramp calibrate OTHER --out RUN/policy.json` gave a run that was trained on all images."""
     known = read_policies(folder / POLICY)
-    suits = measure in (None, known.measure) and temperature in (None, known.temperatures is not None)
-    return known if known.found_on is not None and suits and known.costs == summary.costs else None
+    return known if known.found_on is not None and _suits(known, summary, measure, temperature) else None
+
+
+def _suits(known: Policies, summary: EvalSummary, measure: str | None, temperature: bool | None) -> bool:
+    """Whether policies are of the kind that is asked for, and count costs as this network has them."""
+    asked = measure in (None, known.measure) and temperature in (None, known.temperatures is not None)
+    return asked and (known.costs == summary.costs or (measure is None and known.costs == summary.lazy_costs))
 
 
 def searched_policies(saved: SavedOutputs, costs: tuple[int, ...], measure: str, temperature: bool) -> Policies:

@@ -63,17 +63,20 @@ class ModelCard:
     preprocessing: Preprocessing
     seed: int = 0  # of the run: it decides what a folder of images holds out
     data: str | None = None  # which data it was trained on (Dataset.identity), where that is known
+    held_out: str | None = None  # and which of them were held out (Dataset.held_out)
     packages: dict[str, str] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         value = {"schema": CARD_SCHEMA, **asdict(self), "preprocessing": self.preprocessing.to_json()}
-        return {key: own for key, own in value.items() if own or key not in ("data", "packages", "imports")}
+        optional = ("data", "held_out", "packages", "imports")
+        return {key: own for key, own in value.items() if own or key not in optional}
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> ModelCard:
         if value["schema"] != CARD_SCHEMA:
             raise ValueError(f"its schema {value['schema']!r} is not known to this version of offramp")
+        data, held_out = (None if value.get(key) is None else str(value[key]) for key in ("data", "held_out"))
         made = ModelCard(
             dict(value["model"]),
             str(value["schedule"]),
@@ -82,7 +85,8 @@ class ModelCard:
             tuple(map(int, value["costs"])),
             Preprocessing.from_json(value["preprocessing"]),
             int(value.get("seed", 0)),
-            None if value.get("data") is None else str(value["data"]),
+            data,
+            held_out,
             {str(name): str(version) for name, version in value.get("packages", {}).items()},
             tuple(map(str, value.get("imports", ()))),
         )

@@ -63,6 +63,7 @@ class About:
     preprocessing: Preprocessing
     seed: int = 0
     data: str | None = None
+    held_out: str | None = None
 
 
 def export_run(
@@ -150,11 +151,11 @@ def _read_policies(run: Path, policy: str | Path | None) -> Policies:
     return read_policies(path)
 
 
-def _trained_on(run: Path) -> tuple[int, str | None]:
-    """The seed of a run and which data it had; of a network from elsewhere nothing is known."""
-    known = read_json(run / DATA) if (run / DATA).is_file() else {}
-    identity = known.get("identity") if isinstance(known, dict) else None
-    return (read_config(run).seed if holds_run(run) else 0), identity
+def _trained_on(run: Path) -> tuple[int, str | None, str | None]:
+    """The seed of a run, which data it had and which of them it held out; of a network from elsewhere, nothing."""
+    found = read_json(run / DATA) if (run / DATA).is_file() else {}
+    known = found if isinstance(found, dict) else {}
+    return (read_config(run).seed if holds_run(run) else 0), known.get("identity"), known.get("held_out")
 
 
 def _golden_images(
@@ -174,7 +175,7 @@ def _export_bundle(folder: Path, out: Path, policy: str | Path | None, format: s
     if policy is not None:
         policies = read_policies(Path(policy))
     model = bundled_model(folder, card).set_schedule(policies.schedule)
-    about = About(card.classes, card.preprocessing, card.seed, card.data)
+    about = About(card.classes, card.preprocessing, card.seed, card.data, card.held_out)
     return export_model(model, policies, about, read_golden(folder)[0], out, format, half)
 
 
@@ -259,6 +260,7 @@ def _card(
         about.preprocessing,
         about.seed,
         about.data,
+        about.held_out,
         packages,
         imports,
     )

@@ -21,7 +21,8 @@ from offramp.common.files import new_folder, read_json
 from offramp.common.images import MAX_PIXELS, Preprocessing, UnreadableImage
 from offramp.common.names import unknown
 from offramp.common.pretrained import MANIFEST
-from offramp.data.listing import FileSplit, Unreadable, folder_layout, list_folder
+from offramp.data.listing import FileSplit, FolderListing, Unreadable, folder_layout, list_folder
+from offramp.data.splits import rows_digest
 from offramp.measuring.calibrate import PolicyRequest, find_policies, stage_times
 from offramp.measuring.intervals import Interval, paired_interval, right_interval
 from offramp.measuring.policy import Outcome, Policies, mean_cost, shares_of, write_policies
@@ -115,7 +116,7 @@ def images_of_folder(
     """The images of a folder for a bundle: all of them, where it holds class folders only.
 
     In the folder that its network was trained on, and in one with train/ and val/, only the split that training holds
-    out; `calibration` is how many it held out, a tenth unless told.
+    out; `calibration` is how many it held out, a tenth unless told. Raises where that is not known to be so.
     """
     layout = folder_layout(data_dir, bundle.classes)
     root, names = Path(str(data_dir)), layout.class_names
@@ -123,12 +124,35 @@ def images_of_folder(
         raise ValueError(f"{root} needs a folder of images for each class")
     labels = known_labels(bundle, names, str(root))
     files, about = layout.train(), f"all of {root}"
-    if layout.split_already or (bundle.card.data and layout.identity(files) == bundle.card.data):
-        files = list_folder(root, bundle.card.seed, calibration).splits[split]
+    own = layout.is_of(files, bundle.card.data)
+    if layout.split_already or own:
+        listed = list_folder(root, bundle.card.seed, calibration)
+        if own and not (split == "test" and layout.split_already):
+            _refuse_seen(bundle, root, split, listed)
+        files = listed.splits[split]
         about = f"the {split} split of {root}" + ("" if layout.split_already else ", which training held out")
     else:
         layout.say_ignored()
     return FolderImages(files, about, labels, bundle.card.preprocessing, max_pixels)
+
+
+def _refuse_seen(bundle: Bundle, root: Path, split: str, listed: FolderListing) -> None:
+    """Raise where training in this folder held out other images than are listed as held out."""
+    name, others = bundle.folder.name, "give other labelled images"
+    if listed.identity != bundle.card.data:
+        raise ValueError(
+            f"{name} was trained on {root} by a version that divided it otherwise, so nothing tells which images it "
+            f"has not seen; {others}"
+        )
+    held, known = listed.splits["calibration"].index, bundle.card.held_out
+    if split == "test" or known in (None, rows_digest(held)):
+        return
+    if known == rows_digest(held[:0]):
+        raise ValueError(f"{name} was trained on all images of {root} that it is not tested on; {others}")
+    raise ValueError(
+        f"training of {name} held out other images of {root} than these {len(held):,}; say how many with --set "
+        f"data.calibration=N, or {others}"
+    )
 
 
 def images_of_dataset(bundle: Bundle, data: Dataset, split: str) -> DatasetImages:

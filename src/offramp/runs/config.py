@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tomllib
 import types
 import typing
@@ -93,8 +94,9 @@ class TrainConfig:
 
     A loader batch of `batch` images makes two updates of half a batch. `learning_rate` None means
     0.1 x (batch / 2) / 64; over the first `warm_up_steps` loader batches, half of all at most, it rises in a line.
-    Params of stage k of K train at `depth_decay`^(K-k) of it, those of heads at `head_rate` times that. Without
-    `decay_norms`, params of fewer than two dimensions (norms, biases) have no weight decay. With `freeze_norms` the
+    Params of stage k of K train at `depth_decay`^(K-k) of it (in a cascade, of each network's own stages), those of
+    heads at `head_rate` times that. Without `decay_norms`, params of fewer than two dimensions (norms, biases), and
+    those that a network names itself, have no weight decay. With `freeze_norms` the
     BatchNorms of a pretrained network normalise by the statistics they have, and keep them. `ema` is the decay of an
     average of the params, which is what is evaluated and saved. `mixup` and `cutmix` are the alphas of what samples of
     a half are mixed by.
@@ -412,6 +414,11 @@ def parse_setting(setting: str) -> tuple[str, Any]:
         return key, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return key, text
+
+
+def data_dir_setting(folder: str | os.PathLike[str]) -> str:
+    """The setting that names the folder of the data, whatever it is called."""
+    return f"data.dir={json.dumps(str(folder), ensure_ascii=False)}"
 
 
 def _paths(table: Mapping[str, Any], prefix: str = "") -> list[str]:

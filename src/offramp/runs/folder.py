@@ -50,6 +50,10 @@ class KnownData(Protocol):
     def identity(self) -> str:
         """A digest of what decides classes and splits."""
 
+    @property
+    def held_out(self) -> str:
+        """A digest of which samples training holds out."""
+
 
 def begin_run(folder: Path, config: RunConfig, data: KnownData, device: torch.device, resume: bool) -> None:
     """Make the folder, or check that it holds the same run if it is to go on."""
@@ -74,7 +78,8 @@ def _write_beginning(folder: Path, names: list[str], data: KnownData, device: to
     if ENVIRONMENT in names:
         write_json(folder / ENVIRONMENT, environment(device))
     if DATA in names:
-        write_json(folder / DATA, {"schema": 1, "classes": list(data.class_names), "identity": data.identity})
+        known = {"classes": list(data.class_names), "identity": data.identity, "held_out": data.held_out}
+        write_json(folder / DATA, {"schema": 1, **known})
 
 
 def _add_missing(folder: Path, data: KnownData, device: torch.device) -> None:

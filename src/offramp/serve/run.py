@@ -12,8 +12,8 @@ import numpy as np
 from fastapi import FastAPI
 
 from offramp.common.console import console, say
+from offramp.common.cores import usable_cores
 from offramp.running.bundle import load_bundle
-from offramp.running.engines.onnx_engine import cores
 from offramp.running.engines.protocol import warm
 from offramp.serve.app import create_app
 from offramp.serve.config import ServeConfig
@@ -50,7 +50,7 @@ def serve(
 
 def stage_threads(workers: int) -> int:
     """A worker's share of the cores. One that has all of them leaves one to HTTP: a stage waits for its last thread."""
-    return max(1, cores() - 1 if workers == 1 else cores() // workers)
+    return max(1, usable_cores() - 1 if workers == 1 else usable_cores() // workers)
 
 
 def app_words(bundle_path: str | Path, config: ServeConfig, device: str, threads: int) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def evaluate_run(
     """
     run, place = Path(run), pick_device(device)
     if not holds_run(run) and (run / CONFIG).is_file():
-        return _evaluate_model(run, data, data_dir, place)
+        return _evaluate_model(run, data, data_dir, place, splits)
     if data is not None and holds_run(run):
         raise ValueError(f"{run} is a run, which is evaluated on its own data; --data is for bundles and saved models")
     config = read_config(run)
@@ -99,7 +99,7 @@ def evaluate_run(
 
 
 def _evaluate_model(
-    folder: Path, config: DataConfig | None, data_dir: str | Path | None, place: torch.device
+    folder: Path, config: DataConfig | None, data_dir: str | Path | None, place: torch.device, splits: Sequence[str]
 ) -> EvalSummary:
     """A saved model on data that are named for it."""
     if config is None:
@@ -120,7 +120,7 @@ def _evaluate_model(
         raise ValueError(
             f"{folder} takes images of {model.input_shape[-1]} pixels, {data.name} gives {data.image_size}"
         )
-    return write_evaluation(folder, model.spec.name, model, _costs(model), data, place, told=True)
+    return write_evaluation(folder, model.spec.name, model, _costs(model), data, place, told=True, splits=splits)
 
 
 def evaluate(

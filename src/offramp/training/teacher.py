@@ -5,22 +5,22 @@ It is frozen and in evaluation mode. Images reach it as it knows them: at its ow
 
 from __future__ import annotations
 
-import logging
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from offramp.common.files import read_json
 from offramp.data import Dataset, load_dataset, preprocessing_of
+from offramp.data.listing import say_once
 from offramp.models.exits import ExitNet
 from offramp.models.registry import load_model
 from offramp.runs.config import RunConfig
 from offramp.runs.folder import DATA, read_config
 from offramp.training.method import Prepare
-
-log = logging.getLogger("offramp")
 
 Normalisation = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation per channel
 
@@ -72,12 +72,14 @@ def load_teacher(run: str | Path, data: Dataset, student: RunConfig) -> Teacher:
     """The teacher of a run folder for a student of `data`; it must know the same classes."""
     run = Path(run)
     config, model = read_config(run), load_model(run)
-    if _has_seen_held_out(config, student):
-        log.warning(
-            "the teacher %s was trained on images that this run holds out (its seed is %d), so thresholds found on "
-            "them are a little bold; train one for each seed and name it with {seed}: RUN/seed-{seed}",
+    place = student.data.dir if config.data.dir is None else config.data.dir
+    its = partial(load_dataset, config.data.name, data_dir=place, seed=config.seed, **config.data.given())
+    if _may_have_seen_held_out(config, student) and _trained_on_held_out(its(), data):
+        say_once(
             run,
-            config.seed,
+            f"the teacher {run} was trained on images that this run holds out (its seed is {config.seed}), so "
+            "thresholds found on them are a little bold; train one for each seed and name it with {seed}: "
+            "RUN/seed-{seed}",
         )
     classes = read_json(run / DATA)["classes"] if (run / DATA).is_file() else None
     if config.model.num_classes != data.num_classes or classes not in (None, list(data.class_names)):
@@ -85,12 +87,16 @@ def load_teacher(run: str | Path, data: Dataset, student: RunConfig) -> Teacher:
     own, prepared = (data.mean, data.std), preprocessing_of(model)
     if prepared is not None:
         return Teacher(model, (prepared.mean, prepared.std), own)
-    place = student.data.dir if config.data.dir is None else config.data.dir
-    its = load_dataset(config.data.name, data_dir=place, seed=config.seed, **config.data.given())
-    return Teacher(model, (its.mean, its.std), own)
+    known = its()
+    return Teacher(model, (known.mean, known.std), own)
 
 
-def _has_seen_held_out(teacher: RunConfig, student: RunConfig) -> bool:
-    """Whether a teacher of the same data learned from images that its student holds out."""
+def _may_have_seen_held_out(teacher: RunConfig, student: RunConfig) -> bool:
+    """Whether a teacher of the same data holds out other images than its student, by their settings."""
     drawn = [(own.seed, own.data.calibration, own.data.options) for own in (teacher, student)]
-    return teacher.data.name == student.data.name and student.data.calibration != 0 and drawn[0] != drawn[1]
+    return teacher.data.name == student.data.name and drawn[0] != drawn[1]
+
+
+def _trained_on_held_out(teacher: Dataset, student: Dataset) -> bool:
+    """Whether a teacher learned from images that its student holds out."""
+    return bool(np.isin(student.index("calibration"), teacher.index("train")).any())

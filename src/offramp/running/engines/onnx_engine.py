@@ -15,15 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from offramp.common.cores import usable_cores
 from offramp.common.names import check_device_name
 from offramp.measuring.confidence import confidences
 from offramp.running.engines.onnx_files import refuse_external_data
 from offramp.running.engines.protocol import EngineState
-
-
-def cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class NoSuchDevice(ValueError):
@@ -65,7 +61,7 @@ class OnnxEngine:
         wanted = providers(device)
         options = ort.SessionOptions()
         options.log_severity_level = 3
-        options.intra_op_num_threads = threads or cores()
+        options.intra_op_num_threads = threads or usable_cores()
         # threads wait actively within a stage, but not after it: they would take the cores from the next stage's
         options.add_session_config_entry("session.force_spinning_stop", "1")
         graphs = [stage if isinstance(stage, bytes) else Path(stage).read_bytes() for stage in stages]
