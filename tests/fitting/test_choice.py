@@ -252,7 +252,7 @@ def test_intervals_allow_for_the_choice_over_a_thousand_draws(
 def test_intervals_of_the_best_of_170_with_nothing_in_common_hold_nine_times_in_ten(
     request_: PolicyRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as `offramp fit` compares; those are thresholds of a few networks, so they are much alike (docs/fit.md)."""
+    """As many as `offramp fit` compares; those are thresholds of a few networks, so they are alike (docs/fit.md)."""
     monkeypatch.setitem(WORLDS, "many", (np.full(170, 0.03), np.full(170, 0.015)))
     count = missed("many", request_, 1000, 1000)
     print(f"{count} of 1,000 missed")
