@@ -21,7 +21,7 @@ lint: $(READY) ## ruff and mypy
 	$(BIN)/mypy
 
 slow: $(READY) ## the tests that take minutes
-	$(BIN)/pytest -n auto --dist worksteal -m slow --timeout 1800
+	$(BIN)/pytest -n auto --dist worksteal -m "slow and not exhaustive" --timeout 1800
 
 docs: $(READY) ## build the documentation: one folder that opens offline
 	$(BIN)/sphinx-build -W --keep-going -q docs build/docs

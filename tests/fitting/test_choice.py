@@ -197,6 +197,7 @@ def test_networks_are_compared_on_the_images_that_all_of_them_left_out() -> None
 
 
 SIZES = (20, 100, 1000, 5000)
+BY_HAND = (*SIZES[:-1], pytest.param(SIZES[-1], marks=pytest.mark.exhaustive))  # a thousand draws take minutes
 WORLDS = {  # shares lost and gained by ten cheaper networks: all as bad, all on the limit, from bad to good
     "worse": (np.full(10, 0.03), np.full(10, 0.015)),
     "on the limit": (np.full(10, 0.02), np.full(10, 0.015)),
@@ -316,7 +317,7 @@ def test_intervals_allow_for_thresholds_too(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("request_", CASCADE_WISHES.values(), ids=CASCADE_WISHES)
-@pytest.mark.parametrize("samples", SIZES)
+@pytest.mark.parametrize("samples", BY_HAND)
 def test_intervals_allow_for_thresholds_over_a_thousand_draws(
     samples: int, request_: PolicyRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,7 +349,7 @@ def test_promises_are_broken_no_more_often_than_promised(samples: int, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("samples", SIZES)
+@pytest.mark.parametrize("samples", BY_HAND)
 def test_promises_are_kept_over_a_thousand_draws(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
     broken, _ = broken_promises(samples, 1000, promise_for(samples), monkeypatch)
     assert seldom(broken, 1000)
